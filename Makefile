@@ -82,7 +82,7 @@ bench-gpt: $(READY) ## a clipped step of GPT-2 at its real size: time and memory
 bench-quick: $(BENCH_READY) ## the six main workloads beside torch.func, printed, in a few minutes
 	$(BENCH)/bin/python -m benchmarks --only cnn mlp resnet gpt lstm tiny --methods expanded_nn torch.func --no-compile --seconds 0.5
 
-zoos: $(READY) ## one small model of each family of transformers, timm, diffusers: are the rows right, and at what cost
+zoos: $(READY) ## one small model of each family of transformers, timm, diffusers, MONAI: are the rows right, and at what cost
 	$(BIN)/python -m benchmarks.zoos
 
 clean: ## remove the environment, caches and build products

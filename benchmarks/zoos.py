@@ -1,8 +1,8 @@
 """Other people's models, small and with random weights: whose rows are right, what is refused and why, what it costs.
 
 `make zoos` runs one model for each model type of `transformers` that can be built from a shrunk config, and, where they
-are installed, the smallest model of each file of timm and torchvision, and some of diffusers. The rows of each are
-compared with a loop over the samples through the plain model, at a small size and in float64. The ratio is that of a
+are installed, the smallest model of each file of timm and torchvision, and some of diffusers and MONAI. The rows of each
+are compared with a loop over the samples through the plain model, at a small size and in float64. The ratio is that of a
 step in eval mode, on one thread, in float32, where `transformers` has a larger size: there Python is not all the cost.
 Where the ratio is above 1.6 even so, these models are timed at a third size, too, which is nearer to that of real ones.
 A whole run writes benchmarks/zoos.json, and the tables that the documentation shows.
@@ -290,12 +290,30 @@ def of_diffusers(name: str, size: Size) -> Case:
     return Case(getattr(import_module("diffusers"), name)(**settings), inputs(size.samples))
 
 
+CHANNELS, PATCHES = {"in_channels": 1, "out_channels": 2}, {"hidden_size": 48, "mlp_dim": 96, "num_heads": 2}
+MONAI: dict[str, dict[str, Any]] = {  # for images of 64 x 64, in one channel
+    "AttentionUnet": {"channels": (8, 16), "strides": (2,), **CHANNELS},
+    "DynUNet": {"kernel_size": (3, 3, 3), "strides": (1, 2, 2), "upsample_kernel_size": (2, 2), **CHANNELS},
+    "SegResNet": {"init_filters": 8, **CHANNELS},
+    "SwinUNETR": {"feature_size": 24, **CHANNELS},
+    "UNETR": {"img_size": 64, "feature_size": 8, **PATCHES, **CHANNELS},
+    "UNet": {"channels": (8, 16, 32), "strides": (2, 2), "num_res_units": 1, **CHANNELS},
+    "ViT": {"in_channels": 1, "img_size": 64, "patch_size": 16, "num_layers": 2, "classification": True, **PATCHES},
+}
+
+
+def of_monai(name: str, size: Size) -> Case:
+    model = getattr(import_module("monai.networks.nets"), name)(spatial_dims=2, **MONAI[name])
+    return Case(model, {next(iter(signature(model.forward).parameters)): torch.randn(size.samples, 1, 64, 64)})
+
+
 ZOOS: dict[str, Callable[[str, Size], Case]] = {
     "transformers": of_transformers,
     "images and texts": of_images_and_texts,
     "timm": of_timm,
     "torchvision": of_torchvision,
     "diffusers": of_diffusers,
+    "monai": of_monai,
 }
 
 
@@ -317,7 +335,7 @@ def names_of(zoo: str) -> list[str]:
         models = import_module("torchvision.models")
         entries = {name: models.get_model_builder(name) for name in models.list_models(module=models)}
         return _smallest({name: entry.__module__ for name, entry in entries.items()}, entries)
-    return list(DIFFUSERS)
+    return list(DIFFUSERS if zoo == "diffusers" else MONAI)
 
 
 def _smallest(groups: dict[str, str], entries: dict[str, Callable[[], nn.Module]]) -> list[str]:

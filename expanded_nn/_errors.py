@@ -20,6 +20,8 @@ class PerSampleError(RuntimeError):
     Attributes:
         refused_by: The module that cannot tell the samples apart in its arguments, where a module around it may.
         by_vmap: Whether `vmap` fails in that module.
+        about: `"rows"` where a layer has met others than one per sample; `"results"` where the samples ran alone and
+            gave others than the batch; empty elsewhere, and where the samples may have been taken for others.
         is_early: Whether it is raised after the forward in place of a backward, which would raise it, too.
 
     Example:
@@ -34,11 +36,12 @@ class PerSampleError(RuntimeError):
 
     refused_by: Any = None
     by_vmap: bool = False
+    about: str = ""
     is_early: bool = False
 
 
 class PerSampleWarning(UserWarning):
-    """Per-sample gradients are right here, but slower than they may be, or of other samples than you may expect.
+    """Something to look at: per-sample gradients are slow here, or may not be those that you expect.
 
     The text names the place and the remedy. To make it an error:
     `warnings.simplefilter("error", expanded_nn.PerSampleWarning)`, or, for the most common of its reasons,

@@ -31,7 +31,7 @@ def convert(model: Model, *, inplace: bool = False) -> Model:
 
     Args:
         model: Any module. A module with parameters of its own that no twin is registered for is served by the
-            general rule, a `vmap` of its forward.
+            general rule: it runs sample by sample, or on the whole batch where comparisons have found that right.
         inplace: Whether to change `model` itself, with the same `Parameter` objects, so that an existing optimizer
             goes on working; a deep copy is converted otherwise.
 

@@ -729,6 +729,36 @@ def test_a_row_that_is_repeated_for_as_many_heads_as_samples() -> None:
     assert_close_rows(rows(model), loop(around, call, B))
 
 
+class Balanced(nn.Module):
+    """Experts, and the loss that balances them, which all samples have together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(D, 2), nn.ModuleList(nn.Linear(D, D) for _ in range(2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        shares, rows = self.router(x).softmax(-1).flatten(0, -2), x.flatten(0, -2)
+        chosen, result = shares.argmax(-1), torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts):
+            places = torch.where(chosen == number)[0]
+            result = result.index_add(0, places, expert(rows[places]) * shares[places, number, None])
+        balance = (F.one_hot(chosen, 2).to(shares).mean(0) * shares.mean(0)).sum()
+        return result.view_as(x), balance
+
+
+@pytest.mark.parametrize("shape", [(4 * B, D), (B, T, D)])
+def test_a_loss_that_balances_experts(shape: tuple[int, ...]) -> None:
+    """What is wrong is not the rows of the layers, whatever these say."""
+    x = torch.randn(shape)
+    for module in Balanced(), nn.Sequential(nn.Linear(D, D), Balanced()):
+        with pytest.raises(enn.PerSampleError, match=rf"^{type(module).__name__}: .*balances experts") as info:
+            on(module)(x)
+        notes = getattr(info.value, "__notes__", ())
+        assert any("a layer had refused its rows: " in note for note in notes) == hasattr(info.value, "add_note")
+        first, *others = enn.check(module, x).problems
+        assert (first.kind, str(first), others) == ("mixing", str(info.value), [])
+
+
 def test_samples_that_are_compared_with_each_other_are_no_positions() -> None:
     module = Does(lambda m, x: m.linear(x).unsqueeze(1) - m.linear(x), linear=nn.Linear(D, D))
     model = on(module, escalate=False, compare=False)

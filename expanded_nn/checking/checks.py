@@ -18,7 +18,7 @@ from expanded_nn.checking.report import Findings, Problem, Report as Report
 from expanded_nn.checking.running import Call, Runner, Step
 from expanded_nn.checking.samples import GivenLosses, Layout, difference, first_mixed, last_mixed, layer_without_samples
 from expanded_nn.checking.trace import ErrorCollector, Shapes, Trace
-from expanded_nn.common.batch import has_derivatives
+from expanded_nn.common.batch import may_have_derivatives
 from expanded_nn.common.meanwhile import meanwhile
 from expanded_nn.layers.norm import standardized
 from expanded_nn.recording.graph import leaves_behind
@@ -157,7 +157,7 @@ class Check:
 
     def set_tolerance(self) -> None:
         values = [value for event in self.whole.events for value in event.values]
-        floating = [tensor for tensor in (*self.plain.module.parameters(), *values) if has_derivatives(tensor)]
+        floating = [tensor for tensor in (*self.plain.module.parameters(), *values) if may_have_derivatives(tensor)]
         dtypes = {_precision(tensor): tensor.dtype for tensor in floating} or {0.0: torch.float64}
         self.findings.dtype, self.findings.tolerance = dtypes[max(dtypes)], max(dtypes) ** 0.5
 
@@ -169,7 +169,7 @@ class Check:
     def forward(self) -> list[Tensor] | None:
         """The outputs in per-sample mode; `None` if no rows can be right."""
         outputs = self.expanded_outputs()
-        if outputs is not None:
+        if outputs is not None or self.findings.problems:
             return outputs
         with ErrorCollector(self.expanded.module) as collector:
             try:
@@ -181,12 +181,17 @@ class Check:
         return None if collector.errors else outputs
 
     def expanded_outputs(self) -> list[Tensor] | None:
-        """The outputs, with a note for each module that goes sample by sample; `None` after an error."""
+        """The outputs, with a note for each module that goes sample by sample; `None` after an error.
+
+        Samples that alone give other results than the batch are a problem that says all: the layers say no more.
+        """
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PerSampleWarning)
             try:
                 outputs = self.expanded(self.call)
-            except Exception:
+            except Exception as error:
+                if isinstance(error, PerSampleError) and error.about == "results":
+                    self.findings.problems.append(Problem.of("mixing", error))
                 return None
         for path, module in self.expanded.module.named_modules():
             learned = getattr(module, "_learned", None)

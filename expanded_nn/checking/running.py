@@ -17,10 +17,10 @@ from expanded_nn._errors import complaint
 from expanded_nn.common.batch import (
     batch_dim,
     batch_of,
-    has_derivatives,
     in_order,
     is_shared_by_all,
     marked_like,
+    may_have_derivatives,
     own_batch_first,
     tensors,
 )
@@ -142,7 +142,7 @@ class Call:
 
 def nudged(tensor: Tensor, generator: torch.Generator) -> Tensor:
     """Each number a little larger, smaller or the same, as after rounding."""
-    if not has_derivatives(tensor) or tensor.layout is not torch.strided:
+    if not may_have_derivatives(tensor) or tensor.layout is not torch.strided:
         return tensor.detach()
     signs = torch.randint(-1, 2, tensor.shape, generator=generator).to(tensor)
     return tensor.detach() * (1 + 2 * torch.finfo(tensor.dtype).eps * signs)

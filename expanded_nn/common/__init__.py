@@ -1,1 +1,1 @@
-"""What all rooms stand on: the batch of a call, what torch is doing, running a forward again."""
+"""What all folders stand on: the batch of a call, what torch is doing, running a forward again."""

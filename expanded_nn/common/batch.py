@@ -140,7 +140,7 @@ def rows_are_nodes(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     graphs = [argument for argument in named.values() if hasattr(argument, "edge_index")]
     edges = graphs[0].edge_index if graphs else named.get("edge_index")
     x = next(tensors([*named.values()]), None)
-    is_edges = isinstance(edges, Tensor) and edges.dim() == 2 and edges.shape[0] == 2 and not has_derivatives(edges)
+    is_edges = isinstance(edges, Tensor) and edges.dim() == 2 and len(edges) == 2 and not may_have_derivatives(edges)
     return is_edges and (x is None or (isinstance(x, Tensor) and x.dim() < 3))
 
 
@@ -185,7 +185,7 @@ def own_batch_first(module: nn.Module) -> bool | None:
     return next((member.batch_first for member in module.modules() if isinstance(member, nn.MultiheadAttention)), None)
 
 
-def has_derivatives(tensor: Tensor) -> bool:
+def may_have_derivatives(tensor: Tensor) -> bool:
     """Whether it holds real or complex numbers, and no counts, indices or truth values."""
     return tensor.is_floating_point() or tensor.is_complex()
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from expanded_nn.common.batch import has_derivatives
+from expanded_nn.common.batch import may_have_derivatives
 
 
 class Bound(NamedTuple):
@@ -41,7 +41,7 @@ def are_equal(x: Tensor, other: Tensor) -> bool:
 
 def near(plain: Tensor, other: Tensor, size: float = 0.0) -> bool:
     """Whether two results differ by no more than rounding, of themselves or of inputs of such a size."""
-    if not has_derivatives(plain) or plain.is_meta:
+    if not may_have_derivatives(plain) or plain.is_meta:
         return plain.shape == other.shape
     plain, other = plain.detach(), other.detach()
     finite = plain.isfinite()

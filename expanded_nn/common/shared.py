@@ -37,7 +37,7 @@ def shared_or_none(weight: Tensor | None) -> Tensor | None:
     return None if weight is None else shared(weight)
 
 
-def owned(output: Tensor) -> Tensor:
+def as_no_view(output: Tensor) -> Tensor:
     """`output`, to autograd no view, so that the next layer may change it in place after a Function."""
     if not output._is_view():
         return output

@@ -1,1 +1,1 @@
-"""One room a family of layers: the autograd Function, the functional op, the module, in that order."""
+"""One file per family of layers: the autograd Function, the functional op, the module, in that order."""

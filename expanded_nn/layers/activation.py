@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from expanded_nn.common.shared import owned, shared
+from expanded_nn.common.shared import as_no_view, shared
 from expanded_nn.modules.base import Expanded
 from expanded_nn.modules.registry import expands
 
@@ -32,7 +32,7 @@ def prelu(
     rest = x.shape[2:] if slopes > 1 else x.shape[1:]
     # the batch as one sample: each slope of each sample is that of one channel
     one_sample = x.reshape(1, x.shape[0] * slopes, prod(rest))
-    return owned(F.prelu(one_sample, weight.reshape(-1)).view(x.shape))
+    return as_no_view(F.prelu(one_sample, weight.reshape(-1)).view(x.shape))
 
 
 @expands(nn.PReLU)

@@ -190,7 +190,7 @@ class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
 class _Container(_Converted, Root):
     """A module of `torch.nn` whose parameters are all its children's; their samples stand where its attention says."""
 
-    watches: ClassVar[bool] = True
+    always_converted: ClassVar[bool] = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.backends.mha.get_fastpath_enabled() and self._fast_path_is_wrong():

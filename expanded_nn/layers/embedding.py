@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from expanded_nn._errors import complaint
-from expanded_nn.common.shared import is_constant, is_shared, owned, shared
+from expanded_nn.common.shared import as_no_view, is_constant, is_shared, shared
 from expanded_nn.common.traced import refuse_values
 from expanded_nn.core.terms import OneHot, SparseOneHot
 from expanded_nn.factored import FactoredTensor, from_factors
@@ -65,8 +65,8 @@ class _Embedding(torch.autograd.Function):
         ctx.entries, ctx.dtype, ctx.is_shared = weight.shape[1], weight.dtype, is_shared(weight)
         if not ctx.is_shared:
             flat = _flat_index(index)[..., None].expand(-1, -1, weight.shape[2])
-            return owned(weight.gather(1, flat).reshape(*index.shape, weight.shape[2]))
-        return owned(F.embedding(index, shared(weight)))
+            return as_no_view(weight.gather(1, flat).reshape(*index.shape, weight.shape[2]))
+        return as_no_view(F.embedding(index, shared(weight)))
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from expanded_nn.common.shared import owned
+from expanded_nn.common.shared import as_no_view
 
 
 class _TwiceDifferentiable(torch.autograd.Function):
@@ -33,7 +33,7 @@ class _TwiceDifferentiable(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(query, key, value, mask)
         ctx.is_causal = is_causal
-        return owned(output.view_as(output))
+        return as_no_view(output.view_as(output))
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:

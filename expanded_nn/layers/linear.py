@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from expanded_nn.common.batch import in_memory_order
 from expanded_nn.common.modes import is_batched, without_autocast
-from expanded_nn.common.shared import cast_shared, is_constant, is_shared, owned, shared, shared_or_none
+from expanded_nn.common.shared import as_no_view, cast_shared, is_constant, is_shared, shared, shared_or_none
 from expanded_nn.core import cost
 from expanded_nn.core.terms import Outer, outer_products
 from expanded_nn.factored import from_factors
@@ -71,7 +71,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
         w, b = shared(weight), shared_or_none(bias)
-        return owned(in_memory_order(lambda x: F.linear(x, w, b), x))
+        return as_no_view(in_memory_order(lambda x: F.linear(x, w, b), x))
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
@@ -163,7 +163,7 @@ def bilinear(
     with without_autocast():
         pairs = _pairs(positions(input1).to(dtype), positions(input2).to(dtype))
         matrix, bias = cast_shared(weight, dtype).flatten(2), None if bias is None else cast_shared(bias, dtype)
-        return owned(linear(pairs, matrix, bias).reshape(*input1.shape[:-1], weight.shape[1]))
+        return as_no_view(linear(pairs, matrix, bias).reshape(*input1.shape[:-1], weight.shape[1]))
 
 
 @expands(nn.Bilinear)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn.common.batch import in_memory_order
 from expanded_nn.common.modes import is_batched
-from expanded_nn.common.shared import is_constant, is_shared, owned, shared, shared_or_none
+from expanded_nn.common.shared import as_no_view, is_constant, is_shared, shared, shared_or_none
 from expanded_nn.core import cost
 from expanded_nn.modules.base import Expanded
 from expanded_nn.modules.registry import expands
@@ -109,7 +109,7 @@ class _OfPositions(torch.autograd.Function):
             y = in_memory_order(lambda x: F.rms_norm(x, list(normalized_shape), w, eps), x, feature_dims=dims)
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.centered, ctx.bias_dtype = centered, None if bias is None else bias.dtype
-        return owned(y)
+        return as_no_view(y)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
@@ -268,7 +268,7 @@ def _as_one_sample(
     # contiguous, as torch's kernels crash or err on some other memory formats, and on one channel of stride 0
     one_sample = x.reshape(1, x.shape[0] * x.shape[1], *x.shape[2:]).contiguous()
     parameters = (None if parameter is None else parameter.reshape(-1).contiguous() for parameter in (weight, bias))
-    return owned(norm(one_sample, *parameters).view(x.shape))
+    return as_no_view(norm(one_sample, *parameters).view(x.shape))
 
 
 def group_norm(
@@ -459,7 +459,7 @@ class InstanceNorm3d(_InstanceNorm, nn.InstanceNorm3d):
 class _BatchNorm(Expanded, nn.modules.batchnorm._BatchNorm):
     ranks: ClassVar[dict[str, int]] = {"weight": 1, "bias": 1}
     fixed_layout: ClassVar[bool] = True
-    watches: ClassVar[bool] = True
+    always_converted: ClassVar[bool] = True
 
     @property
     def mixes_samples(self) -> bool:

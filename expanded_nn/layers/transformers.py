@@ -42,7 +42,7 @@ class ScaledEmbedding(Embedding):
 class RelativeAttention(Root):
     """Attention with a bias for each pair of positions, looked up by an index that has no batch dimension."""
 
-    watches: ClassVar[bool] = True
+    always_converted: ClassVar[bool] = True
 
     def compute_bias(self, *args: Any, **kwargs: Any) -> Tensor:  # (B, heads, T, S)
         compute, recorder, table = super().compute_bias, self._recorder, self.relative_attention_bias  # type: ignore[misc]

@@ -72,7 +72,7 @@ def _holds_parameters(module: nn.Module) -> bool:
 def _is_watched(module: nn.Module) -> bool:
     """Whether a module has a twin that it becomes even without parameters of its own."""
     _, twin = registered(type(module)) or (None, nn.Module)
-    return not isinstance(module, twin) and getattr(twin, "watches", False)
+    return not isinstance(module, twin) and getattr(twin, "always_converted", False)
 
 
 def _twin_of(module: nn.Module) -> type[nn.Module]:

@@ -20,7 +20,7 @@ from expanded_nn._errors import PerSampleError, complaint, named, refuse_other_k
 from expanded_nn.common.batch import batch_of, data_in, in_order, tensors
 from expanded_nn.common.meanwhile import meanwhile
 from expanded_nn.common.modes import WithoutSelection, is_selective, outside_of_graph, unseen
-from expanded_nn.common.shared import owned
+from expanded_nn.common.shared import as_no_view
 from expanded_nn.modules import layout
 from expanded_nn.modules.twin_class import as_plain_graph, new_twin, twin_class, unpickled_graph
 from expanded_nn.recording.escalate import Learned
@@ -261,17 +261,17 @@ class Expanded(PerSampleModule):
 
     Attributes:
         ranks: Parameter name -> its number of dimensions in `torch.nn`, without a batch dimension.
-        watches: Whether `convert` turns a layer of this class into its twin even if it has no parameters.
+        always_converted: Whether `convert` turns a layer of this class into its twin even if it has no parameters.
         positionwise: Whether the layer treats every position independently.
         feature_dims: How many dimensions at the end of an input are a sample's own at the least.
         fixed_layout: Whether samples stand first by definition, as in `(N, C, H, W)`, whatever the model says.
-        returns_fresh: Whether nothing else refers to the memory of what torch's layer returns. During a pass it is then
-            returned as no view, so that slices of it are recognized.
+        returns_fresh: Whether nothing else holds the memory of what torch's layer returns. In a pass the result is then
+            made no view, so that slices of it are recognized.
     """
 
     ranks: ClassVar[dict[str, int]] = {}
     calls_others: ClassVar[bool] = False
-    watches: ClassVar[bool] = False
+    always_converted: ClassVar[bool] = False
     positionwise: ClassVar[bool] = False
     feature_dims: ClassVar[int] = 0
     fixed_layout: ClassVar[bool] = False
@@ -316,7 +316,8 @@ class Expanded(PerSampleModule):
             output = super().forward(*args, **kwargs)
         else:
             output = self._as_one_operation(order, super().forward, *args, **kwargs)
-        return owned(output) if self.returns_fresh and recorder is not None and recorder.forward is not None else output
+        is_kept = not self.returns_fresh or recorder is None or recorder.forward is None
+        return output if is_kept else as_no_view(output)
 
     def _in_pass(self, args: Any, kwargs: Any) -> Any:
         """The forward, as a part of the outermost one that runs, or as that itself."""
@@ -435,7 +436,7 @@ class Expanded(PerSampleModule):
         moved = [self.checked(x, feature_dims, dim=dim, argument=argument) for argument, x in inputs.items()]
         if dim:
             result = function(*(x.transpose(0, dim) for x in moved)).transpose(0, dim)
-            return owned(result.contiguous())  # it lies in memory as torch's does
+            return as_no_view(result.contiguous())  # it lies in memory as torch's does
         result = function(*moved)
         if self._samples_dim and all(x.shape[0] == 1 for x in inputs.values()):
             layout.note_shared_result(self, result, is_new=False)
@@ -454,9 +455,8 @@ class Expanded(PerSampleModule):
 
     def _own_batch(self) -> int | None:
         """B of the first parameter that comes with a batch dimension of its own, `None` without one."""
-        parameters = self._parameters
         for name, rank in self.ranks.items():
-            parameter = parameters.get(name)
+            parameter = self._parameters.get(name)
             if parameter is not None and parameter.dim() == rank + 1:
                 return parameter.shape[0]
         return None

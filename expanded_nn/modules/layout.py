@@ -159,8 +159,9 @@ def _refuse_layout(layer: Reader, x: Tensor, argument: str) -> None:
 
 
 def _other_rows(layer: Reader, x: Tensor, dim: int, argument: str) -> PerSampleError:
-    batch, rows, guess = layer.pass_batch_size, x.shape[dim], ""
+    batch, rows, guess, is_turned = layer.pass_batch_size, x.shape[dim], "", False
     if x.dim() > 1 and dim < 2 and x.shape[1 - dim] == batch:
+        is_turned = True
         second = "If the samples stand in dimension 1, say per_sample(batch_first=False). " if dim else ""
         guess = f"If the samples stand in dimension {1 - dim}, give the layer, or per_sample, batch_first={dim == 1}. "
         guess = second + guess
@@ -174,7 +175,7 @@ def _other_rows(layer: Reader, x: Tensor, dim: int, argument: str) -> PerSampleE
             f" B = {batch} comes from its weights, which have a batch dimension: with several rows for each of them "
             "give it weight.repeat_interleave(rows, 0)."
         )
-    elif forward is not None and forward.is_explicit:
+    elif forward is not None and forward.is_one_pass:
         guess, said = f"B = {batch} comes from one_pass: if there are {rows} samples, say so there. {guess}", ""
     elif told is not None:
         settings, said = "batch_first=...", ""
@@ -191,12 +192,15 @@ def _other_rows(layer: Reader, x: Tensor, dim: int, argument: str) -> PerSampleE
         "dimension 1 on"
     )
     fold = f"folded batch of {batch} x {rows // batch}" if is_folded else "other rows"
-    return refusal(
+    error = refusal(
         layer,
         f"{argument} has shape {tuple(x.shape)}, {rows} rows in dimension {dim} ({fold})",
         f"{batch} rows, one per sample, or 1 that all share",
         f"{guess}{remedy}; or say where the samples stand, per_sample({settings}).{said}",
     )
+    is_told = layer._own_batch() is not None or told is not None or (forward is not None and forward.is_one_pass)
+    error.about = "" if is_turned or is_told else "rows"
+    return error
 
 
 def _name_of_folding(layer: Reader) -> str | None:

@@ -86,8 +86,8 @@ class Backward:
         on_end: The method to call when it ends, with whether it delivered rows, and whether it failed.
         mark: Gives the mark, `None` when no backward runs.
         resumed: The pass of the forward that a checkpoint has run again last.
-        computed: The node of `ExpandComputed`, while its backward runs another one, from the weight to its parameters:
-            the graph of the inner one does not lead to the pass.
+        computed: The node of `ExpandComputed` whose backward is running an inner one, from the weight to its
+            parameters: the inner graph does not lead to the pass.
     """
 
     def __init__(self, on_end: Callable[[bool, bool], None]) -> None:

@@ -1,4 +1,4 @@
-"""Which pass a forward belongs to that a checkpoint runs again inside the backward."""
+"""The pass of a forward that a checkpoint runs again inside the backward."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from expanded_nn._errors import complaint
 from expanded_nn.recording.backward import in_transform, running_node
 from expanded_nn.recording.expand import Expand, passes_behind
 from expanded_nn.recording.graph import graph_of
-from expanded_nn.recording.passes import Pass, PassStage
+from expanded_nn.recording.passes import Pass, Passes, PassStage
 from expanded_nn.recording.settings import RecorderLike
 
 _NOTE = "expanded_nn"  # a key in the metadata of a node of the graph
@@ -37,7 +37,7 @@ def pass_of_recomputation(recorder: RecorderLike, module: nn.Module, batch: int 
             'Wrap the model without hooks, PrivacyEngine().make_private(..., grad_sample_mode="no_op"), or switch '
             "per_sample(False).",
         )
-    looped = filter(went_in_a_loop, recorder.modules()) if recorder.escalation.has_loops else ()
+    looped = filter(has_learned_to_loop, recorder.modules()) if recorder.escalation.has_loops else ()
     if any(module in [*other.modules()][1:] for other in looped):
         raise complaint(
             recorder.name_of(module),
@@ -64,7 +64,7 @@ def pass_of_recomputation(recorder: RecorderLike, module: nn.Module, batch: int 
     )
 
 
-def went_in_a_loop(module: Any) -> bool:
+def has_learned_to_loop(module: Any) -> bool:
     """Whether a forward has learned that the samples have to go through it one after the other."""
     learned = getattr(module, "_learned", None)
     return learned is not None and learned.loops
@@ -72,7 +72,7 @@ def went_in_a_loop(module: Any) -> bool:
 
 def _passes_at_running_node(recorder: RecorderLike) -> list[Pass]:
     """The passes that belong to the running node: the one noted on it, or those of the expansions behind it."""
-    noted, living = noted_pass(running_node()), list(recorder.passes.alive)
+    noted, living = noted_passes(running_node()).get(recorder.passes), list(recorder.passes.alive)
     if noted is not None:
         return [noted]
     if len(living) == 1 and living[0].stage is not PassStage.DONE:
@@ -93,24 +93,30 @@ def _pass_without_forward(recorder: RecorderLike, batch: int | None) -> list[Pas
         return []
     pass_ = recorder.passes.new(batch)
     if _is_custom(node):  # for a second backward on the same graph
-        node.metadata[_NOTE] = pass_
+        node.metadata.setdefault(_NOTE, {})[recorder.passes] = pass_
     return [pass_]
 
 
-def noted_pass(node: Any) -> Pass | None:
-    """The pass that `note_pass` has noted on a node."""
-    return node.metadata.get(_NOTE) if _is_custom(node) else None
+def noted_passes(node: Any) -> dict[Passes, Pass]:
+    """The pass that `note_pass` has noted on a node for each of the models that a checkpoint calls, by its passes."""
+    notes: dict[Passes, Pass] = node.metadata.get(_NOTE, {}) if _is_custom(node) else {}
+    return notes
 
 
-def note_pass(outputs: Iterable[Any], pass_: Pass) -> bool:
+def note_pass(outputs: Iterable[Any], passes: Passes, pass_: Pass) -> bool:
     """Notes a forward's pass on the nodes that may be its reentrant checkpoints; returns whether there are any.
 
     The graph ends at the node of a reentrant checkpoint, so that nothing else leads to the pass.
+
+    Args:
+        outputs: What the forward returns.
+        passes: Those of the model.
+        pass_: The one of the forward.
     """
     ends = [value.grad_fn for value in outputs if isinstance(value, Tensor) and value.grad_fn is not None]
     nodes = [node for node in graph_of(*ends) if _is_custom(node) and not isinstance(node, Expand._backward_cls)]
     for node in nodes:
-        node.metadata.setdefault(_NOTE, pass_)
+        node.metadata.setdefault(_NOTE, {}).setdefault(passes, pass_)
     return bool(nodes)
 
 

@@ -42,7 +42,7 @@ class Constants:
     Attributes:
         known: These tensors by their ids.
         arguments: The ids of the tensors that the forward is called with.
-        reads: Whether it has read the values of anything else, so that arrays may be those of samples.
+        reads: Whether other values were read into arrays, so that arrays may hold the samples'.
         reads_numbers: Whether it has read numbers of anything else, so that others may be those of samples.
     """
 

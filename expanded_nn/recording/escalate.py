@@ -17,7 +17,7 @@ from expanded_nn.common.steady import StateBefore
 from expanded_nn.common.traced import is_traced
 from expanded_nn.recording.backward import running_backward
 from expanded_nn.recording.constants import Table
-from expanded_nn.recording.independence import Halves, tries_of
+from expanded_nn.recording.independence import Halves, past_comparisons
 from expanded_nn.recording.watch import refuse_outside_use
 
 
@@ -38,8 +38,8 @@ class Learned(NamedTuple):
 class Escalation:
     """The forwards of one model, which start over where a layer refuses an argument.
 
-    Such a forward is run again, with the smallest module around that layer sent through the general rule, which
-    compares with the plain forward. If that fails as well, the next larger module is tried, up to the one that was
+    It is run again, with the smallest module around that layer sent through the general rule, which compares with the
+    plain forward. If that fails as well, the next larger module is tried, up to the one that was
     called. If all fail, the error of the layer is raised.
 
     Attributes:
@@ -47,8 +47,8 @@ class Escalation:
         on_trial: The module that goes sample by sample for the first time.
         proven: The kinds of forwards that have succeeded once. Nothing is kept of the state before these, as they will
             not start over.
-        gives_copies: The operations that were seen to do the same with all copies of a shared result as with one alone
-            (`shared_results.py`), by shapes and arguments; and where the samples stand in each of their results.
+        known_copy_operations: Operations that treat all copies of a shared result as they treat one
+            (`shared_results.py`), by shapes and arguments; and where the samples stand in each result.
         tables: What the model has had beside its buffers from the start.
         has_loops: Whether the samples may go through a module one after the other, as was learned.
         has_met: Whether a comparison of halves has found samples that depend on each other.
@@ -58,7 +58,7 @@ class Escalation:
         self.runs = False
         self.on_trial: Any = None
         self.proven: set[Any] = set()
-        self.gives_copies: dict[Any, list[Any]] = {}
+        self.known_copy_operations: dict[Any, list[Any]] = {}
         self.tables: list[Table] = []
         self.has_loops = self.has_met = False
 
@@ -94,8 +94,8 @@ class Escalation:
         """The result of the first attempt that succeeds.
 
         A use of a parameter outside of its module is looked for in the first forward of a kind, where a module can
-        still be sent through the general rule for it. If none helps, the forward is right nevertheless: it is run once
-        more without that look, and the error is left to the backward.
+        still be sent through the general rule for it. If none helps, it is run once more
+        without that look: what it returns is right, and the backward raises the error.
         """
         looks_for_outside_use = state is not None
         while True:
@@ -123,22 +123,22 @@ class Escalation:
         Raises:
             PerSampleError: If they are not independent.
         """
-        tries, batch = tries_of(module), None
+        past, batch = past_comparisons(module), None
         if module._recorder.settings.compare and module.calls_others and running_backward() < 0:
             if is_traced():
-                tries.wait_for_first()
+                past.wait_for_first()
             else:
                 recorder = module._recorder
                 told = recorder.settings.batch_size if recorder.forward is None else recorder.forward.own_pass.batch
                 batch = module.samples_in(*args, **kwargs) if told is None else told
         forward, refused = partial(self._called, module), None
-        if batch is not None and tries.are_due(batch) and (tries.calls or not module.compares_first):
-            refused = Halves(module, forward, (args, kwargs), batch, tries.calls).refusal()
+        if batch is not None and past.are_due(batch) and (past.calls or not module.compares_first):
+            refused = Halves(module, forward, (args, kwargs), batch, past.calls).refusal()
         result = forward(args, kwargs)  # a layer that refuses its input says more
         if refused is not None:
             self.has_met = True
             raise refused
-        tries.note(batch)
+        past.note(batch)
         return result
 
     def _called(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -167,6 +167,7 @@ class _Attempts:
         escalation: The escalation of the model.
         called: The module that was called.
         refused: The error that the module on trial is to avoid.
+        of_results: The first error that is about results, where `refused` is about rows.
         larger: The modules around the one on trial that are left to try, nearest first.
         before: The modules sent through the general rule, with what they had learned before.
     """
@@ -175,6 +176,7 @@ class _Attempts:
         self.escalation, self.called = escalation, called
         escalation.on_trial = None
         self.refused: Any = None
+        self.of_results: Any = None
         self.larger: Iterator[Any] = iter(())
         self.before: dict[Any, Learned | None] = {}
 
@@ -184,21 +186,29 @@ class _Attempts:
         if self._is_of_user(error, by):
             return error
         clear_frames(error.__traceback__)  # they hold what the forward has computed
-        # nothing was on trial, or it has succeeded, and now another layer refuses: the search begins anew
+        # the search begins: nothing is on trial, or what was has passed and another layer refuses
         begins = trial is None or by not in (None, trial, self.refused.refused_by)
         if begins:
-            self.refused, self.larger = error, self._around(by)
+            self.refused, self.of_results, self.larger = error, None, self._around(by)
         if getattr(error, "by_vmap", False) and self._make_general(by if begins else trial, loops=True):
             return None  # only `vmap` fails in it: its samples go one after the other
         if not begins:  # the one on trial has failed, so a larger one is next
             trial._learn(self.before[trial])
+            abouts = [getattr(each, "about", "") for each in (self.refused, error)]
+            if self.of_results is None and abouts == ["rows", "results"]:
+                self.of_results = error
         if any(map(self._make_general, self.larger)):
             return None
-        if error is not self.refused and isinstance(error, PerSampleError) and hasattr(self.refused, "add_note"):
-            self.refused.add_note(
-                f"expanded_nn: sample by sample it is not possible either: {error} Where samples have unequal numbers "
-                "of rows, as of images, call the model with each alone, and backward() after each: their rows append."
-            )
+        if error is self.refused or not isinstance(error, PerSampleError):
+            return self.refused
+        if error.about == "results" and self.of_results is not None:  # so other rows would be no better
+            _add_note(self.of_results, f"on the whole batch a layer had refused its rows: {self.refused}")
+            return self.of_results
+        _add_note(
+            self.refused,
+            f"sample by sample it is not possible either: {error} Where samples have unequal numbers of rows, as of "
+            "images, call the model with each alone, and backward() after each: their rows append.",
+        )
         return self.refused
 
     def _is_of_user(self, error: Any, by: Any) -> bool:
@@ -254,6 +264,11 @@ class _Attempts:
             "longer until a comparison shows that the whole batch can run at once. "
             f"The reason: {new[0]._learned.why} {remedy}per_sample(escalate=False) makes it an error.{again}"
         )
+
+
+def _add_note(error: Any, text: str) -> None:
+    if hasattr(error, "add_note"):  # new in Python 3.11
+        error.add_note(f"expanded_nn: {text}")
 
 
 def _is_plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

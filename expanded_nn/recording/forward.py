@@ -14,8 +14,8 @@ from expanded_nn.common.batch import (
     batch_dim,
     contents,
     data_in,
-    has_derivatives,
     is_shared_by_all,
+    may_have_derivatives,
     own_batch_first,
     rows_are_nodes,
     tensors,
@@ -60,7 +60,7 @@ class Forward:
         module: The module whose forward it is.
         batch: B, as its arguments say.
         inputs: Its arguments.
-        is_explicit: Whether `one_pass` has opened it.
+        is_one_pass: Whether `one_pass` has opened it.
         thread: The thread it runs in.
         notes: What layers have noted about their inputs.
         will_run_again: Whether a layer has run without gradients in it, as in a reentrant checkpoint: then the backward
@@ -69,12 +69,12 @@ class Forward:
     """
 
     def __init__(
-        self, recorder: RecorderLike, module: nn.Module, batch: int | None, inputs: Any, *, is_explicit: bool = False
+        self, recorder: RecorderLike, module: nn.Module, batch: int | None, inputs: Any, *, is_one_pass: bool = False
     ) -> None:
         batch_size = recorder.settings.batch_size
         self.recorder, self.module, self.inputs = recorder, module, inputs
-        self.batch = batch if batch_size is None or is_explicit else batch_size
-        self.is_explicit = is_explicit
+        self.batch = batch if batch_size is None or is_one_pass else batch_size
+        self.is_one_pass = is_one_pass
         self.thread = get_ident()
         self.notes = InputNotes()
         self.will_run_again = False
@@ -84,7 +84,7 @@ class Forward:
     def __enter__(self) -> Forward:
         if self.recorder.passes.opened == 0:  # while a layer runs, FSDP has replaced its shards
             self.recorder.leaves.look_for_shards(self.module)
-        if self.batch is None or (self.is_explicit and torch.is_grad_enabled()):
+        if self.batch is None or (self.is_one_pass and torch.is_grad_enabled()):
             self.own_pass  # noqa: B018  # chosen at once, as no layer knows B better
         self.recorder.forward = self
         return self
@@ -104,7 +104,7 @@ class Forward:
     @property
     def batch_is_told(self) -> bool:
         """Whether B was told, by `one_pass` or by the settings, and is not what the arguments say."""
-        return self.is_explicit or self.recorder.settings.batch_size is not None
+        return self.is_one_pass or self.recorder.settings.batch_size is not None
 
     @property
     def samples(self) -> list[Tensor]:
@@ -120,7 +120,7 @@ class Forward:
 
     def is_shifted_argument(self, index: Tensor) -> bool:
         """Whether an index `(B,)` is an argument of this forward plus a constant, as `labels + 1` is."""
-        labels = [x for x in self.samples if x.shape == index.shape and x.numel() and not has_derivatives(x)]
+        labels = [x for x in self.samples if x.shape == index.shape and x.numel() and not may_have_derivatives(x)]
         return any(torch.equal((x - x[0]).to(index), index - index[0]) for x in labels)
 
     def correct_batch(self, batch: int) -> None:
@@ -151,9 +151,9 @@ class Forward:
             self.order.copies.refuse_returned(result)
         if not self.batch_is_told and not is_traced():
             self._refuse_other_rows(result)
-        elif not self.is_explicit and not is_traced():
+        elif not self.is_one_pass and not is_traced():
             self._refuse_stale_batch_size()
-        if self._pass is not None and not self.is_explicit:
+        if self._pass is not None and not self.is_one_pass:
             self._refuse_other_passes(result, self._pass)
         if self._pass is not None:
             input_ids = [id(x) for x in tensors(self.inputs)]  # one that is returned as it is comes from elsewhere
@@ -161,7 +161,7 @@ class Forward:
             note_result([x for x in tensors(result) if id(x) not in input_ids], self._pass, own_layout=own_layout)
         if not self.will_run_again or (self._pass is None and self.batch is None):
             return
-        if not note_pass(contents(result), self.own_pass):
+        if not note_pass(contents(result), self.recorder.passes, self.own_pass):
             self.recorder.passes.kept.add(self.own_pass)
 
     def _refuse_other_rows(self, result: Any) -> None:
@@ -216,7 +216,7 @@ class Forward:
 
         Passes behind the arguments are left out: `choose_pass` has looked at them.
         """
-        others = {pass_ for pass_ in self.recorder.passes.alive if pass_.may_go_on and pass_ is not own_pass}
+        others = {pass_ for pass_ in self.recorder.passes.alive if pass_.may_get_backward and pass_ is not own_pass}
         if not others:
             return
         others.difference_update(passes_behind(self.recorder, *(x.grad_fn for x in data_in(self.inputs))))
@@ -244,7 +244,7 @@ class Forward:
         """
         if isinstance(result, Tensor) and result.grad_fn is not None and result.dim() > dim:
             self.notes.sharing.append(layer)
-            if self.order is not None and self.own_pass.batch > 1 and has_derivatives(result):
+            if self.order is not None and self.own_pass.batch > 1 and may_have_derivatives(result):
                 self.order.copies.note(result, layer, dim, is_new=is_new)
 
     def taking_apart(self, layer: nn.Module, operation: str) -> PerSampleError:
@@ -262,7 +262,7 @@ class Forward:
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         self.recorder.forward = None
-        if self.is_explicit:
+        if self.is_one_pass:
             self.recorder.passes.last = None
             if self.will_run_again and self._pass is not None:
                 self.recorder.passes.kept.add(self._pass)
@@ -293,4 +293,4 @@ class Forward:
 
 def _may_be_features(x: Tensor) -> bool:
     """Whether they may be the features `(1, n)` of a single sample, also in a model that has the samples second."""
-    return x.dim() == 2 and x.shape[0] == 1 and has_derivatives(x)
+    return x.dim() == 2 and x.shape[0] == 1 and may_have_derivatives(x)

@@ -1,4 +1,4 @@
-"""Whether a sample's result and its gradient are its own, asked once for each size of the batch.
+"""Whether a sample's result and gradient are its own, asked at new sizes of the batch, and now and then.
 
 That sees what no layer can: samples that the forward mixes, and arguments or tables whose B rows are no samples.
 """
@@ -22,14 +22,14 @@ from expanded_nn.common.batch import (
     FOLDED,
     NUMBERS,
     Dims,
-    has_derivatives,
     is_shared_by_all,
     marked_like,
+    may_have_derivatives,
     readings,
     unfolded,
 )
+from expanded_nn.common.containers import leaves_of, rebuilt
 from expanded_nn.common.modes import uncounted, unseen
-from expanded_nn.common.opened import leaves_of, rebuilt
 from expanded_nn.common.rounding import are_equal, are_near, near
 from expanded_nn.common.steady import RandomStates, WithoutChance, without_traces
 from expanded_nn.common.traced import wait_for_values
@@ -40,7 +40,7 @@ MEET = -1  # in place of a dimension
 
 
 @dataclass
-class Tries:
+class PastComparisons:
     """When samples were compared in forwards of one kind: in the first batch of each size, and in ever fewer others.
 
     Attributes:
@@ -66,16 +66,16 @@ class Tries:
         self.sizes.add(batch)
 
 
-def tries_of(module: Any) -> Tries:
+def past_comparisons(module: Any) -> PastComparisons:
     """Those of a module that is called, in training or not; it keeps them while the mode is off."""
-    tries: dict[bool, Tries] = vars(module).setdefault("_tries", defaultdict(Tries))
-    return tries[module.training]
+    past: dict[bool, PastComparisons] = vars(module).setdefault("_past_comparisons", defaultdict(PastComparisons))
+    return past[module.training]
 
 
 def compare_next(module: Any) -> None:
     """Lets the samples be compared in the module's next forwards, as if none of such sizes had been before."""
-    for tries in vars(module).get("_tries", {}).values():
-        tries.sizes.clear()
+    for past in vars(module).get("_past_comparisons", {}).values():
+        past.sizes.clear()
 
 
 class Halves:
@@ -259,7 +259,7 @@ class Halves:
             torch.backends.mha.set_fastpath_enabled(is_enabled)
 
     def _seen_by_others(self, whole: list[Any], dims: list[int | None]) -> Tensor | None:
-        """A parameter on which some samples' results depend as other samples see it, if there is one."""
+        """A parameter whose rows of some samples have gradients of other samples' results, if there is one."""
         places = zip(whole, dims, strict=False)  # there are none where nothing tells
         ends = [(x, dim) for x, dim in places if dim is not None and x.requires_grad]
         expanded = {
@@ -318,7 +318,7 @@ def _are_in(rows: Tensor, others: Tensor) -> bool:
 
 
 def _has_numbers(x: Any) -> bool:
-    return isinstance(x, Tensor) and has_derivatives(x) and x.layout is torch.strided and not x.is_nested
+    return isinstance(x, Tensor) and may_have_derivatives(x) and x.layout is torch.strided and not x.is_nested
 
 
 def _is_clear(x: Any, batch: int) -> bool:

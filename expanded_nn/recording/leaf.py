@@ -276,7 +276,7 @@ class Leaf:
     def rows_of_earlier_steps(self) -> int:
         """How many of the rows held were clipped before the parameter was changed in place, as by an optimizer.
 
-        A parameter's version tells, which torch's fused optimizers leave as it is: after their steps it is 0.
+        The parameter's version tells. Torch's fused optimizers do not raise it: after their steps the result is 0.
         """
         if not self._changed_since_clipping():
             return 0

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from expanded_nn._errors import PerSampleError, complaint, warn
 from expanded_nn.common.batch import batch_dim, contents, data_in, own_batch_first, tensors
-from expanded_nn.recording.checkpoints import noted_pass
+from expanded_nn.recording.checkpoints import noted_passes
 from expanded_nn.recording.expand import Expand
 from expanded_nn.recording.graph import PARTS, operation_of, part_taken, saved_dims, saved_keys, shape_of, turned_dims
 from expanded_nn.recording.passes import Pass, PassStage
@@ -105,7 +105,7 @@ def _pass_of(node: Any) -> tuple[Pass | None, list[Tensor], bool]:
     """
     if isinstance(node, Expand._backward_cls):
         return cast(Any, node).pass_, [], True
-    return node.metadata.get(_RESULT) or (noted_pass(node), [], True)
+    return node.metadata.get(_RESULT) or (next(iter(noted_passes(node).values()), None), [], True)
 
 
 def _passes_behind(

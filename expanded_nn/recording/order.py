@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from expanded_nn._errors import complaint
-from expanded_nn.common.batch import NUMBERS, data_in, has_derivatives
+from expanded_nn.common.batch import NUMBERS, data_in, may_have_derivatives
 from expanded_nn.common.bytecode import constant_index
 from expanded_nn.common.functions import SIZES, attributes, functions
 from expanded_nn.common.modes import WithoutSelection, function_modes, has_no_values, is_selective, unseen
@@ -24,8 +24,8 @@ from expanded_nn.common.traced import is_traced
 from expanded_nn.core.cost import is_symbol
 from expanded_nn.recording import callers, constants, places
 from expanded_nn.recording.backward import in_transform
+from expanded_nn.recording.batch_parts import LOOKED_AT, BatchParts
 from expanded_nn.recording.expand import comes_from_rows
-from expanded_nn.recording.parts import LOOKED_AT, BatchParts
 from expanded_nn.recording.places import Move, Moved
 from expanded_nn.recording.settings import RecorderLike
 from expanded_nn.recording.shared_results import Copies, repeat_over_samples
@@ -40,7 +40,7 @@ class BetweenLayers(TorchFunctionMode):
 
 
 class Order(TorchFunctionMode):
-    """Follows samples that take each other's places, and raises where they reach a layer.
+    """Sees the operations between layers, and raises where samples would mix or change places.
 
     Invariant: it is on within a forward of the recorder's only.
 
@@ -250,7 +250,7 @@ class Order(TorchFunctionMode):
         if batch is None or layer.calls_others or x.dim() <= dim or x.shape[dim] != batch:
             return
         if id(x) in self.constants.known:
-            if not is_traced() and not has_derivatives(x) and _is_range(x):  # of which an embedding says more
+            if not is_traced() and not may_have_derivatives(x) and _is_range(x):  # of which an embedding says more
                 return
             # B like rows are no table: a first state, the first word of each sample
             with unseen():

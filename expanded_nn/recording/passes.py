@@ -40,13 +40,13 @@ class Pass:
         batch: B, the number of samples.
         number: Its place among all passes of a model, in the order of their forwards.
         stage: How far it has come.
-        may_go_on: Whether a backward may still come: none has, or it has left the graph for another one.
+        may_get_backward: Whether a backward may still come: none has yet, or it has retained the graph.
     """
 
     def __init__(self, batch: int, number: int) -> None:
         self.batch, self.number = batch, number
         self.stage = PassStage.OPEN
-        self.may_go_on = True
+        self.may_get_backward = True
 
     def __repr__(self) -> str:
         return f"Pass(batch={self.batch}, number={self.number}, stage={self.stage.name})"
@@ -68,7 +68,7 @@ class Passes:
         without_rows: B of the last forward, if that has chosen no pass because all its layers are frozen.
         alive: The passes that something keeps alive.
         opened: How many passes there have been.
-        first: The first one, if it is of a forward that would have joined an open one.
+        first: The model's first pass, unless it was made anew, as for `one_pass`.
         no_grad_forward: The outermost forward that runs without gradients.
         kept: Strong references to passes that no node of the graph refers to yet, as under a reentrant checkpoint.
     """

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from expanded_nn._errors import complaint, named
+from expanded_nn._errors import complaint, named, warn
 from expanded_nn.common.meanwhile import meanwhile
 from expanded_nn.common.traced import is_traced, note_recorder
 from expanded_nn.recording.backward import Backward, in_transform, keeps_graph, running_backward, running_node
-from expanded_nn.recording.checkpoints import noted_pass, pass_of_recomputation, went_in_a_loop
+from expanded_nn.recording.checkpoints import has_learned_to_loop, noted_passes, pass_of_recomputation
 from expanded_nn.recording.constants import tables_of
 from expanded_nn.recording.escalate import Escalation
 from expanded_nn.recording.expand import Computed, Expand, ExpandComputed, Recompute, leaves_of
@@ -45,9 +45,8 @@ class Recorder:
         settings: The settings of `per_sample`.
         roots: The outermost modules that share this recorder: the model, or parts of it that were copied.
         forward: The outermost forward that runs.
-        general_rule: `None` outside of the general rule, where layers make rows. Within its `vmap`: the parameters that
-            the `vmap` has replaced, with which a layer may run on the whole batch. Within its plain forward: empty, and
-            layers run their plain forward, too.
+        general_rule: `None` outside of the general rule: layers make rows. Within its `vmap`: the parameters that the
+            `vmap` has replaced, with which a layer may run on the whole batch. Empty: layers run their plain forward.
         passes: Which forwards belong together.
         backward: The backward that runs.
         store: The rows.
@@ -85,7 +84,7 @@ class Recorder:
         self.roots = [weakref.ref(root) for root in (*others, module)]
         self.watch_all()
         self.escalation.tables = tables_of(self.modules())
-        self.escalation.has_loops = any(map(went_in_a_loop, self.modules()))  # as a copy remembers
+        self.escalation.has_loops = any(map(has_learned_to_loop, self.modules()))  # as a copy remembers
         for member, name, parameter in self._parameters():
             self._leaf(parameter, member, name).is_member = True
 
@@ -196,7 +195,7 @@ class Recorder:
         """Makes all calls meanwhile one pass of `batch` samples; inside of a forward they belong to its pass."""
         self.refuse_other_thread(module)
         if self.forward is None:
-            with Forward(self, module, batch, (), is_explicit=True) as forward:
+            with Forward(self, module, batch, (), is_one_pass=True) as forward:
                 forward.order = Order(self)
                 with forward.order:
                     yield
@@ -237,7 +236,7 @@ class Recorder:
                 "a tensor with a dimension for the samples",
                 "Say how many samples there are: within one_pass(model, batch_size), or by per_sample(batch_size=...).",
             )
-        if forward.is_explicit:
+        if forward.is_one_pass:
             pass_ = self.passes.new(batch)
         else:
             pass_ = linked_pass(self, module, forward.inputs, batch, _LIVE) or self.passes.joined_or_new(batch)
@@ -312,7 +311,7 @@ class Recorder:
             return
         if running_backward() >= 0:  # a checkpoint inside another one, whose backward is a part of the running one
             self.backward.enter(delivers=False)
-            self.backward.resumed = noted_pass(running_node()) or self.backward.resumed
+            self.backward.resumed = noted_passes(running_node()).get(self.passes) or self.backward.resumed
         elif self.forward is not None:
             self.forward.will_run_again = True
 
@@ -333,13 +332,13 @@ class Recorder:
         `torch.autograd.grad`, whose sum does not go to `.grad`.
         """
         if self.backward.enter(delivers=True):
-            self._before_delivery(stand_alone)
+            self._before_delivery(pass_, stand_alone)
         if not stand_alone and pass_.stage is PassStage.OPEN:
-            pass_.stage, pass_.may_go_on = PassStage.REACHED, keeps_graph()
+            pass_.stage, pass_.may_get_backward = PassStage.REACHED, keeps_graph()
         if rows is not None:
             self.store.add(pass_, leaf, rows)
 
-    def _before_delivery(self, stand_alone: bool) -> None:
+    def _before_delivery(self, pass_: Pass, stand_alone: bool) -> None:
         """Drops the rows whose gradient was cleared, and those whose `grad_sample` the user has set.
 
         It runs before the first rows of a backward are added. Autograd has not added to any `.grad` yet, so that one
@@ -355,6 +354,8 @@ class Recorder:
         if self.settings.accumulate_grad:
             self._drop_stale(self.rows_in_question(held))
         else:
+            if pass_ in self.store.held:
+                self._warn_of_replaced_rows()
             self._drop(held)
         self._drop_passes_without_parameters()
         for leaf in self.leaves:
@@ -363,6 +364,13 @@ class Recorder:
                 leaf.note_foreign_part()
             leaf.lacks_rows()  # looks now whether `.grad` was cleared: this backward is about to add to it
         self.store.begin()
+
+    def _warn_of_replaced_rows(self) -> None:
+        warn(
+            f"{self.name_of(self.living_roots()[0])}: a second backward of the same forwards replaces the rows of the "
+            "first, which nobody has clipped: with accumulate_grad=False the rows of the last backward alone are held. "
+            "Clip after each backward, add the losses up before one backward, or say per_sample(accumulate_grad=True)."
+        )
 
     def rows_in_question(self, held: Sequence[Leaf]) -> list[Leaf]:
         """The leaves whose rows may be stale; not those of parameters that have left the model.

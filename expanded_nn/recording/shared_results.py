@@ -3,8 +3,8 @@
 A layer's result for what all samples share has a copy for each sample: of positions `(1, T)` a table gives `(1, T,
 dim)` in the plain model, and `(B, T, dim)` in per-sample mode. So `table(index)[0]`, which is harmless in the plain
 model, would take the first sample's copy for all samples, and one row would get the gradient of all. Of positions
-`(T,)` the plain model has `(T, dim)`, and what `normalize(table(index))` or `q @ table(index).mT` says of its
-dimensions is then said of others.
+`(T,)` the plain model has `(T, dim)`: with copies, `normalize(table(index))` or `q @ table(index).mT` works along other
+dimensions.
 
 So each operation on such copies is done again, with copies that differ and with one of them alone.
 """
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from expanded_nn.common.batch import has_derivatives, tensors
+from expanded_nn.common.batch import may_have_derivatives, tensors
 from expanded_nn.common.rounding import are_near
 from expanded_nn.common.traced import is_traced, wait_for_values
 from expanded_nn.recording.settings import RecorderLike
@@ -63,7 +63,7 @@ class Copy(NamedTuple):
 
 
 def repeat_over_samples(x: Tensor, *times: int) -> Tensor:
-    """`x.repeat(*times)` of what all B samples share, the first of `times` being B: their copies stay as they are."""
+    """`x.repeat(B, ...)` where each sample has a copy already: the first dimension is not repeated again."""
     return x.expand(times[0], *[-1] * (len(times) - 1)).repeat(1, *times[1:])
 
 
@@ -84,7 +84,7 @@ class Copies:
         self.known[id(x)] = Copy(x, layer, dim, is_new)
 
     def repeats_over_samples(self, x: Any, *times: Any) -> bool:
-        """Whether `x.repeat(*times)` gives each sample what all of them share, of which it has a copy already."""
+        """Whether `x.repeat(*times)` is to make a copy for each sample, and each has one already."""
         copy = self.known.get(id(x))
         return copy is not None and copy.dim == 0 and len(times) == x.dim() and times[0] == len(x)
 
@@ -97,7 +97,7 @@ class Copies:
         results = _numbers(result) if copies else []
         if not results or self.recorder.general_rule is not None:
             return
-        told = self.recorder.escalation.gives_copies
+        told = self.recorder.escalation.known_copy_operations
         if is_traced():  # what eager calls have told holds here
             if not told:
                 wait_for_values("it looks at what all samples share")
@@ -123,7 +123,7 @@ class Copies:
                 self.known[id(x)] = Copy(x, first.layer, *place)
 
     def _kind(self, leaf: Any) -> Any:
-        """What tells of one argument what is true of all like it."""
+        """A key: what is true of one argument is true of all with the same key."""
         if not isinstance(leaf, Tensor):
             return str(leaf)
         copy = self.known.get(id(leaf))
@@ -208,7 +208,7 @@ class Copies:
 
 
 def _numbers(result: Any) -> list[Tensor]:
-    return [x for x in tensors(result) if isinstance(x, Tensor) and has_derivatives(x)]
+    return [x for x in tensors(result) if isinstance(x, Tensor) and may_have_derivatives(x)]
 
 
 def _called(func: Any, leaves: list[Any], structure: TreeSpec) -> list[Tensor] | None:

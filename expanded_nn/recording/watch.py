@@ -27,8 +27,8 @@ class Watch:
 
     Invariant: it is the first of the parameter's hooks, as those of the user may change the gradient.
 
-    It is silent where per-sample gradients have no part. Guests of a `functional_call`, and parameters that have left
-    the model, may be trained elsewhere, without any expansion. `torch.autograd.grad` adds nothing to `.grad`.
+    It is silent without an expansion for guests of a `functional_call` and for parameters that have left the model,
+    which may be trained elsewhere; and within `torch.autograd.grad`, which adds nothing to `.grad`.
     """
 
     __torch_unserializable__ = True  # torch.multiprocessing leaves it out without a warning

@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -1199,6 +1199,74 @@ def test_two_passes_with_checkpoints_in_one_backward(
     reference = deepcopy(module)
     reference.use_reentrant = False
     assert_close_rows(rows_of(model), cat(rows(reference, batch(one)), rows(reference, batch(two, 2))))
+
+
+def test_rows_that_a_second_backward_replaces() -> None:
+    """Only the last are held with `accumulate_grad=False`: what nobody has clipped is lost, which is said."""
+    module, model = net(accumulate_grad=False)
+    call = batch(3)
+    (x,) = call.args
+    words = r"^Net: a second backward of the same forwards replaces .*Clip after each"
+
+    def parts() -> Iterator[Tensor]:
+        with enn.one_pass(model, 3):
+            yield from (total_loss(model, Call((factor * x,))) for factor in (1, 2))
+
+    losses = parts()
+    next(losses).backward()
+    with pytest.warns(enn.PerSampleWarning, match=words):
+        next(losses).backward()
+    losses.close()
+    assert_close_rows(used(rows_of(model), "other"), without(rows(module, Call((2 * x,))), "other"))
+    for loss in parts():  # each is clipped: nothing is lost, and nothing is said
+        loss.backward()
+        enn.clip_grad_sample_norms_(model, 1.0)
+    for _ in range(2):  # rows that are only looked at make way for those of the next forward
+        total_loss(model, call).backward()
+
+
+class Caller(nn.Module):
+    """It calls another model, which is none of its modules, in a checkpoint."""
+
+    def __init__(self, other: nn.Module, use_reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.other, self.use_reentrant = [other], use_reentrant
+
+    def part(self, x: Tensor) -> Tensor:
+        result: Tensor = self.other[0](self.first(x).tanh())
+        return result
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.last(checkpoint(self.part, x, use_reentrant=self.use_reentrant))
+        return result
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_checkpoint_that_calls_another_model(use_reentrant: bool) -> None:
+    """Each model has its own passes: the checkpoint's is that of the model around it."""
+    plain_other = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    plain = Caller(plain_other, use_reentrant=False)
+    other = enn.convert(plain_other).per_sample(loss_reduction="sum")
+    model = enn.convert(Caller(other, use_reentrant))
+    model.load_state_dict(plain.state_dict())
+    (other,) = model.other  # a list's models are copied with it
+    model.per_sample(loss_reduction="sum", compare=False)
+    (x,), (others,) = batch(3, 1).requires_grad().args, batch(2, 2).args
+    for samples in x, x[:2], x:  # passes of the model, none of the other one's
+        model(samples)
+    losses = [plain(row).square().sum() for row in x.split(1)]
+    expected = 2 * torch.stack([torch.autograd.grad(loss, plain_other[0].weight)[0] for loss in losses])
+    for _ in range(2):
+        model.zero_grad()
+        other.zero_grad()
+        loss = model(x).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()  # which adds to the rows
+        assert_close(other[0].weight.grad_sample, expected)
+        other(others).square().sum().backward()
+        assert_close(other[0].weight.grad_sample[:3], expected)
+        assert len(other[0].weight.grad_sample) == 5
 
 
 def test_reentrant_checkpoints_around_the_calls_of_two_passes_are_refused() -> None:

@@ -30,7 +30,7 @@ class FoldedBatch(WholeBatch):
         return not is_traced() and not saved_tensors_are_packed()
 
     def values_may_mix(self) -> bool:
-        """Likewise; where `vmap` follows its forward, values do not lead it, and the graph tells where samples meet."""
+        """Likewise; never where `vmap` follows: no values lead the forward then, and the graph tells who meets."""
         return bool(self.module.goes_in_a_loop())
 
     def by_known_way(self, ways: Ways) -> Any:
@@ -71,7 +71,7 @@ class Alone(General):
     graph tells the sample of each row that meets a parameter; otherwise sample by sample.
     """
 
-    watches: ClassVar[bool] = True
+    always_converted: ClassVar[bool] = True
     _alone: ClassVar[bool] = True
     _on_whole_batch: ClassVar[type[WholeBatch]] = FoldedBatch
 
@@ -98,8 +98,8 @@ def alone(module_class: ModuleClass) -> ModuleClass:
     """Sends the modules of a class through the general rule as a whole, with all that is in them.
 
     For a class whose forward folds samples into rows, looks up an index without a batch dimension, or otherwise does
-    what the layers inside cannot take apart: each sample goes through it alone, as a batch of one. It is slower than
-    layers of their own, and needs a forward that `vmap` can follow.
+    what the layers inside cannot take apart: it runs sample by sample, each as a batch of one, or on the whole batch
+    once a trial has found the same results and rows there. It is slower than layers of their own.
 
     Args:
         module_class: The class, or its full name `"package.module.Class"`; also usable as a decorator.

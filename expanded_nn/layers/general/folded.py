@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from expanded_nn.common.modes import refuse_batched
-from expanded_nn.common.shared import cast_shared, is_constant, is_shared, owned, shared, shared_or_none
+from expanded_nn.common.shared import as_no_view, cast_shared, is_constant, is_shared, shared, shared_or_none
 from expanded_nn.core import algebra, cost
 from expanded_nn.core.geometry import Geometry
 from expanded_nn.core.parts import Parts
@@ -29,7 +29,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, arrangement: Arrangement) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.arrangement, ctx.bias_dtype = arrangement, None if bias is None else bias.dtype
-        return owned(F.linear(x, shared(weight), shared_or_none(bias)))
+        return as_no_view(F.linear(x, shared(weight), shared_or_none(bias)))
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
@@ -107,7 +107,7 @@ class _Images(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.how, ctx.arrangement = (geometry, output_padding), arrangement
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return owned(conv.torch_convolution(x, shared(weight), shared_or_none(bias), geometry, output_padding))
+        return as_no_view(conv.torch_convolution(x, shared(weight), shared_or_none(bias), geometry, output_padding))
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:

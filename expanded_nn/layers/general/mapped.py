@@ -24,7 +24,7 @@ from torch.utils._pytree import (
 )
 
 from expanded_nn._errors import PerSampleError, complaint
-from expanded_nn.common.batch import FOLDED, contents, has_derivatives, unfolded
+from expanded_nn.common.batch import FOLDED, contents, may_have_derivatives, unfolded
 from expanded_nn.common.modes import checkpoint_hooks, of_all
 from expanded_nn.common.steady import OURS, RandomStates, Traces
 from expanded_nn.common.traced import FirstEager, OnlyEager
@@ -419,7 +419,7 @@ class Mapper:
         of_used = [weight.abs().sum() for weight, own in zip(self.expanded, alone, strict=True) if id(own) in used]
         nothing = sum(of_used, start=torch.zeros(()))
         return tree_map(
-            lambda x: x + nothing.to(x.dtype) if isinstance(x, Tensor) and has_derivatives(x) else x, result
+            lambda x: x + nothing.to(x.dtype) if isinstance(x, Tensor) and may_have_derivatives(x) else x, result
         )
 
 

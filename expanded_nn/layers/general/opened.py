@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils._pytree import register_pytree_node, tree_leaves
 
-from expanded_nn.common.opened import holds_tensors, leaves_of, rebuilt
+from expanded_nn.common.containers import holds_tensors, leaves_of, rebuilt
 from expanded_nn.layers.general.mapped import keeping
 
 

@@ -1,4 +1,4 @@
-"""Whose is what: to which sample each number of a tensor belongs, read from the graph that it was computed by.
+"""To which sample each number of a tensor belongs, read from the graph that it was computed by.
 
 A forward may fold its samples, `(B, T, d)` to `(B * T, d)`, and take some positions of that, as each expert of a
 mixture does. What it did stands in autograd's graph, with the indices by which it took them. So the sample of each is
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from expanded_nn.common.batch import FOLDED, has_derivatives
+from expanded_nn.common.batch import FOLDED, may_have_derivatives
 from expanded_nn.layers.general.mapped import flatten
 from expanded_nn.layers.general.operations import Known
 from expanded_nn.layers.general.samples import NOBODY, Memo, Samples, Unknown, constant
@@ -47,7 +47,7 @@ class Owners:
         leaves, structure = tree_flatten(arguments)
         for place, dim in enumerate(dims):
             leaf = leaves[place]
-            if isinstance(leaf, Tensor) and has_derivatives(leaf) and (dim is not None or leaf.requires_grad):
+            if isinstance(leaf, Tensor) and may_have_derivatives(leaf) and (dim is not None or leaf.requires_grad):
                 leaves[place] = _Begin.apply(leaf, self.anchor)  # type: ignore[no-untyped-call]
                 self.note(leaves[place], None if dim is None else self._standing_in(leaf, dim))
             if dim == 0:
@@ -79,7 +79,7 @@ class Owners:
 
     def have_a_row_each(self, x: Tensor) -> bool:
         """Whether a tensor `(B, *)` has the samples first, in order."""
-        if not has_derivatives(x):  # no graph tells of it
+        if not may_have_derivatives(x):  # no graph tells of it
             return any(x is argument for argument in self.by_sample)
         arrangement = self.of_rows(x)
         return arrangement is not None and arrangement.length == 1

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from expanded_nn.common.batch import has_derivatives
+from expanded_nn.common.batch import may_have_derivatives
 from expanded_nn.common.modes import uncounted
 from expanded_nn.common.steady import RandomStates, copies, without_traces
 from expanded_nn.layers.general.mapped import tensors_of
@@ -73,4 +73,4 @@ class Plain:
 
 
 def is_float(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and has_derivatives(leaf)
+    return isinstance(leaf, Tensor) and may_have_derivatives(leaf)

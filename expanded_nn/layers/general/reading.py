@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from expanded_nn._errors import PerSampleError
-from expanded_nn.common.batch import FOLDED, Dims, has_derivatives, is_like_a_state, is_shared_by_all, readings
+from expanded_nn.common.batch import FOLDED, Dims, is_like_a_state, is_shared_by_all, may_have_derivatives, readings
 from expanded_nn.common.modes import unseen
 from expanded_nn.common.traced import is_traced, wait_for_values
 from expanded_nn.core import cost
@@ -64,7 +64,7 @@ def _usual_dim(module: Any, leaf: Any, batch: int) -> int | None:
         return None
     dim: int = module._dim_of(leaf)
     # not for an index that is an argument of the model: a comparison tells where its samples stand
-    if _is_matrix(module, leaf) and (has_derivatives(leaf) or not _is_of_samples(module, leaf)):
+    if _is_matrix(module, leaf) and (may_have_derivatives(leaf) or not _is_of_samples(module, leaf)):
         refuse_square(module, leaf)
     return dim if leaf.shape[dim] == batch else None
 
@@ -174,7 +174,7 @@ def _refuse_no_samples(module: Any, call: Called) -> None:
             raise all_in_one_row(module, folded, "an argument")
     _refuse_mean_of_samples(module, call)
     first = next((x for x in call.inputs if not is_shared_by_all(x)), None)
-    if first is not None and has_derivatives(first):
+    if first is not None and may_have_derivatives(first):
         dim = next(dim for leaf, dim in zip(call.leaves, call.dims, strict=True) if leaf is first)
         if dim != FOLDED:
             module.checked(first, 0, dim=module._dim_of(first) if dim is None else dim, argument="the first tensor")

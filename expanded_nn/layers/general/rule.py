@@ -91,7 +91,7 @@ class General(Expanded):
     def _has_own_rows(self) -> bool:
         """Whether the module's own parameters ask for gradients, or its class was sent here as a whole."""
         own = any(parameter.requires_grad or parameter.dim() > rank for _, parameter, rank in self._own())
-        return own or self.watches or parametrize.is_parametrized(self)
+        return own or self.always_converted or parametrize.is_parametrized(self)
 
     def _own(self) -> list[tuple[Slot, Tensor, int]]:
         """The parameters of its own, those in lists included: where they are, and their number of dimensions."""

@@ -1,4 +1,4 @@
-"""Whose the numbers of a tensor are: an index that has a sample for each of them."""
+"""Which sample each number of a tensor belongs to, as an index of samples."""
 
 from __future__ import annotations
 

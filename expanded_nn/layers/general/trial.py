@@ -100,10 +100,10 @@ class Told:
     with_derivatives: set[Any] = field(default_factory=set)  # the kinds of which derivatives were compared as well
     ways: dict[Any, Ways] = field(default_factory=dict)  # how its forward may run on the whole batch
     needs_hooks: bool = False  # whether its forward needs what hooks of modules within it collect
-    memo: Memo = field(default_factory=Memo)  # of whose folded rows are
-    turn: int = -1  # the number, from 0 on, of the last call that one sample might have been compared in
+    memo: Memo = field(default_factory=Memo)  # whose folded rows are
+    turn: int = -1  # how many calls were counted, less 1: at every 32nd one sample is compared alone
     may_meet: bool = False  # whether its forward has done on the whole batch what may join samples
-    shared: set[tuple[int, int]] = field(default_factory=set)  # which of how many arguments all samples have shared
+    shared: set[tuple[int, int]] = field(default_factory=set)  # (how many arguments, place) of those once shared
     failed: set[Any] = field(default_factory=set)  # the kinds of which a comparison has failed: no way is trusted again
 
     def seen_shared(self, call: Called) -> list[bool]:
@@ -207,9 +207,11 @@ class Trial:
             # where the plain forward gives another result each time, a difference tells nothing
             if dims is None or mapped.is_filled_up or is_certain or self._mixes(dims, repeats=repeats):
                 self.module._told.distrust(self.mapper.call)
-                if dims is None and [MEAN, SUM] in mapped.possible_dims:
-                    raise self._refuse_reduced()
-                raise self._refusal()
+                reduces = dims is None and [MEAN, SUM] in mapped.possible_dims
+                error = self._refuse_reduced() if reduces else self._refusal()
+                if FOLDED not in self.mapper.call.dims:  # else the samples may have unequal parts of an argument
+                    error.about = "results"
+                raise error
         return Compared(False, dims, tuple(map(memory_order, expected)))
 
     def _refusal(
@@ -231,7 +233,8 @@ class Trial:
             "or may be both",
             "a loss that is one of the two",
             "Return tensors with a batch dimension, and reduce over the samples outside of the module; over the words "
-            "of each sample first, where samples have different numbers of them.",
+            "of each sample first, where samples have different numbers of them. A loss that the samples have only "
+            "together, such as one that balances experts, is no sample's own: compute it for each, or leave it out.",
         )
 
     def _repeats(self, expected: list[Tensor], *, other_numbers: bool = False) -> bool:
@@ -380,13 +383,13 @@ class Trial:
     def _mixes(self, dims: tuple[int, ...], *, repeats: bool) -> bool:
         """Whether a sample's result depends on the arguments of the others, or nothing could tell."""
         try:
-            has_derivatives = self._has_derivatives_by_others(dims)
+            may_have_derivatives = self._has_derivatives_by_others(dims)
         except RuntimeError:  # where the forward makes its argument require a gradient itself
-            has_derivatives = None
-        if has_derivatives is None:
+            may_have_derivatives = None
+        if may_have_derivatives is None:
             self.plain.states.restore()
             return not repeats or self._changes_with_others(dims)
-        return has_derivatives
+        return may_have_derivatives
 
     def _changes_with_others(self, dims: tuple[int, ...]) -> bool:
         """Whether the first sample's result changes when all samples are like the first, or nothing could tell."""

@@ -1,4 +1,4 @@
-"""When a forward runs on the whole batch: where comparisons have found it right, and go on to."""
+"""When a forward runs on the whole batch: where comparisons have found it right, and still do."""
 
 from __future__ import annotations
 

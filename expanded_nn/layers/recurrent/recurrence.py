@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from expanded_nn.common.modes import is_autocast, is_batched, without_autocast
-from expanded_nn.common.shared import is_shared, owned, shared
+from expanded_nn.common.shared import as_no_view, is_shared, shared
 from expanded_nn.common.traced import is_traced
 from expanded_nn.core import cost
 from expanded_nn.layers.linear import linear, outer_rows
@@ -44,7 +44,7 @@ class _Recurrent(torch.autograd.Function):
         y, c, gates = loops.with_gates(inputs) if keep_gates else (*loops.fused(inputs), ())
         # a copy of the outputs, as the next layer may change them in place
         ctx.save_for_backward(x, h0, c0, steps.flat_copy(y, y.dtype), *weights, *gates)
-        return owned(y), c
+        return as_no_view(y), c
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None, g_c: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from expanded_nn.common.batch import data_in, has_derivatives
+from expanded_nn.common.batch import data_in, may_have_derivatives
 from expanded_nn.common.functions import functions, is_in_place
 from expanded_nn.common.modes import has_no_values, pad_sequence
 from expanded_nn.common.traced import is_traced
@@ -53,7 +53,7 @@ class BatchParts:
     def samples_in(self, values: Any) -> frozenset[Numbers]:
         """The samples in some tensors; indices and masks count only where there is nothing else."""
         parts = [part for x in data_in(values) if (part := self.known.get(id(x))) is not None]
-        numbers = [part for part in parts if has_derivatives(part.tensor)]
+        numbers = [part for part in parts if may_have_derivatives(part.tensor)]
         return frozenset().union(*(part.samples for part in numbers or parts))
 
     def look_at(
@@ -84,8 +84,8 @@ class BatchParts:
         inputs = list(data_in(arguments))
         samples = self.samples_in(inputs)
         parts = [part for x in inputs if (part := self.known.get(id(x))) is not None]
-        are_indices = not any(has_derivatives(part.tensor) for part in parts)
-        if are_indices and any(map(has_derivatives, inputs)):  # a mask, say, that meets what it is for
+        are_indices = not any(may_have_derivatives(part.tensor) for part in parts)
+        if are_indices and any(map(may_have_derivatives, inputs)):  # a mask, say, that meets what it is for
             samples = frozenset()
         views = [part for part in parts if part.whole is not None]
         for x in data_in(results):
