@@ -940,8 +940,10 @@ class Story:
         run = Run(MODELS[self.model], self.settings)
         gc.disable()  # or what goes wrong may depend on when a parameter that was replaced is gone
         try:
-            for number, step in enumerate(self.steps):
-                run.take(number, step)
+            with warnings.catch_warnings():  # stories know what is held, and clip when they like
+                warnings.filterwarnings("ignore", ".*a second backward of the same forwards", enn.PerSampleWarning)
+                for number, step in enumerate(self.steps):
+                    run.take(number, step)
         finally:
             gc.enable()
         return run.happened

@@ -125,6 +125,7 @@ class GradNotes:
         clipped_rows: The number of the last pass whose rows were clipped, and the parameter's version then.
         is_incomplete: Whether it has a part whose rows were dropped, as after a backward that failed, or as the
             parameter was frozen meanwhile.
+        cancels: Whether that part and the rows that came later made it zero, which is not to be taken for cleared.
     """
 
     last: Noted | None = None
@@ -133,6 +134,7 @@ class GradNotes:
     clipped: Noted | None = None
     clipped_rows: tuple[int, int] | None = None
     is_incomplete: bool = False
+    cancels: bool = False
 
 
 @dataclass(eq=False)
@@ -220,10 +222,12 @@ class Leaf:
         else:
             self.expected[number] = ExpectedGradient(gradient)
 
-    def note_grad(self) -> None:
-        """Notes what `.grad` is, so that a change is seen."""
+    def note_grad(self, *, after_backward: bool = False) -> None:
+        """Notes what `.grad` is, so that a change is seen; after a backward also whether parts of it cancel."""
         grad = self.grad
         self.notes.last = None if grad is None else Noted(grad)
+        if after_backward:
+            self.notes.cancels = self.notes.is_incomplete and grad is not None and vanishes(grad)
 
     def grad_is_as_noted(self) -> bool:
         """Whether `.grad` is the tensor that was noted, in the same version."""
@@ -256,8 +260,8 @@ class Leaf:
     def lacks_rows(self) -> bool:
         """Whether `.grad` still has a part whose rows were dropped; that ends when it is cleared."""
         if self.notes.is_incomplete:
-            grad = self.grad
-            self.notes.is_incomplete = grad is not None and not vanishes(grad)
+            grad, cancels = self.grad, self.notes.cancels and self.grad_is_as_noted()
+            self.notes.is_incomplete = grad is not None and (cancels or not vanishes(grad))
         return self.notes.is_incomplete
 
     @property

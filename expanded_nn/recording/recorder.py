@@ -359,10 +359,10 @@ class Recorder:
             self._drop(held)
         self._drop_passes_without_parameters()
         for leaf in self.leaves:
+            leaf.lacks_rows()  # looks now whether `.grad` was cleared: this backward is about to add to it
             leaf.note_grad()
             if self.settings.accumulate_grad:
                 leaf.note_foreign_part()
-            leaf.lacks_rows()  # looks now whether `.grad` was cleared: this backward is about to add to it
         self.store.begin()
 
     def _warn_of_replaced_rows(self) -> None:
@@ -412,12 +412,12 @@ class Recorder:
                 if shard is not None:
                     self._leaf(shard)  # clipping notes there what it has set
         if delivered and not self.rows_stand_alone:
-            self.note_grads()
+            self.note_grads(after_backward=not failed)
 
-    def note_grads(self, clipped: Collection[Leaf] = ()) -> None:
+    def note_grads(self, clipped: Collection[Leaf] = (), *, after_backward: bool = False) -> None:
         """Notes each `.grad`, so that a later change is seen; clipping has just set those of the leaves `clipped`."""
         for leaf in self.leaves:
-            leaf.note_grad()
+            leaf.note_grad(after_backward=after_backward)
         accumulates = self.settings.accumulate_grad
         for leaf in clipped:
             leaf.note_clipping()

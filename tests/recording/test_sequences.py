@@ -173,6 +173,19 @@ FOUND: dict[str, Story] = {
     "empty_backward_that_fails_after_clearing": Story(
         [*(Forward(), Backward(), Clear("data_zero"), Forward(0), Backward(fault="accumulated")), Together()],
     ),
+    # with what a backward that failed had left without rows, the next one's gradients made zero
+    "gradient_that_cancels_after_a_backward_that_failed": Story(
+        [
+            *(Forward(seed=3), Backward(factor=-1.0, retain=True), Forward(use="checkpoint", seed=3)),
+            *(Backward(fault="parameter"), Backward()),
+        ],
+    ),
+    "a_backward_that_failed_left_zeros": Story(
+        [
+            *(Forward(), PerSample(), Forward(), Backward(), Clear("zero"), Forward(), Backward(of=(-1, -2))),
+            *(Forward(), Backward(), Clip()),
+        ],
+    ),
     "clipping_after_a_checkpoint_that_failed": Story(
         [
             *(Forward(use="back"), Backward(), Clip(), Forward(use="reentrant"), Backward(fault="parameter")),

@@ -209,8 +209,12 @@ class Trial:
                 self.module._told.distrust(self.mapper.call)
                 reduces = dims is None and [MEAN, SUM] in mapped.possible_dims
                 error = self._refuse_reduced() if reduces else self._refusal()
-                if FOLDED not in self.mapper.call.dims:  # else the samples may have unequal parts of an argument
-                    error.about = "results"
+                call = self.mapper.call
+                if not any(
+                    dim in (None, FOLDED) and isinstance(x, Tensor)
+                    for x, dim in zip(call.leaves, call.dims, strict=True)
+                ):
+                    error.about = "results"  # else the samples may have unequal parts of an argument
                 raise error
         return Compared(False, dims, tuple(map(memory_order, expected)))
 
