@@ -854,23 +854,6 @@ def test_samples_that_meet_by_their_values_later(meet: Callable[[Tensor], Tensor
         model(large)
 
 
-@pytest.mark.parametrize(
-    ("forward", "looks"),
-    [
-        (lambda m, x: x * m.w + 1, False),
-        (rms, False),
-        (lambda m, x: (x.transpose(1, 2).softmax(-1) @ x) * m.w, False),
-        (lambda m, x: torch.cat([x, x[:, :1]], dim=1) * m.w, False),
-        (lambda m, x: x.mT.movedim(0, 1).mean(1, keepdim=True).movedim(1, 0).mT * 0 + x * m.w, True),
-        (lambda m, x: x * m.w / x.norm().clamp(min=1e9), True),
-    ],
-)
-def test_samples_are_compared_alone_only_where_they_may_meet(forward: Callable[..., Tensor], looks: bool) -> None:
-    model = enn.convert(Own(forward, (D,))).per_sample(loss_reduction="sum")
-    model(values(B, T, D))
-    assert model._told.may_meet is looks
-
-
 def test_layers_dropped_by_chance_are_no_other_way(comparisons: list[Any]) -> None:
     def dropping(m: Any, x: Tensor) -> Tensor:
         for _ in range(m.count):

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import UserDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 IsLeaf = Callable[[Any], bool] | None
+
+
+def is_packed(value: Any) -> bool:
+    """Whether it is a packed sequence, which is one leaf where its samples are looked for."""
+    return isinstance(value, PackedSequence)
 
 
 def leaves_of(value: Any, is_leaf: IsLeaf = None) -> list[Any]:
@@ -51,7 +56,7 @@ def _filled(holder: Any, leaves: Iterator[Any], is_leaf: IsLeaf) -> Any:
 
 
 def _is_mapping(part: Any) -> bool:
-    return isinstance(part, dict | UserDict)
+    return isinstance(part, MutableMapping)
 
 
 def _is_dataclass(part: Any) -> bool:

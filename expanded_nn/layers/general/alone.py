@@ -29,10 +29,6 @@ class FoldedBatch(WholeBatch):
         """Whether its graph may tell whose the rows of each layer are."""
         return not is_traced() and not saved_tensors_are_packed()
 
-    def values_may_mix(self) -> bool:
-        """Likewise; never where `vmap` follows: no values lead the forward then, and the graph tells who meets."""
-        return bool(self.module.goes_in_a_loop())
-
     def by_known_way(self, ways: Ways) -> Any:
         """The result, if it went a known way; if not, what it has kept is taken back.
 

@@ -22,7 +22,7 @@ from expanded_nn.core import cost
 from expanded_nn.layers.general.derived import Derived
 from expanded_nn.layers.general.folded import parts_of
 from expanded_nn.layers.general.mapped import flatten
-from expanded_nn.layers.general.mixing import JOINS, READS, along, is_of_a_layer, may_join
+from expanded_nn.layers.general.mixing import JOINS, READS, along, is_of_a_layer
 from expanded_nn.layers.general.own_functions import STAND_INS, functions_looked_at, is_apply
 from expanded_nn.layers.general.owners import Arrangement, Owners
 from expanded_nn.layers.general.writes import Writes
@@ -53,15 +53,11 @@ class _Reads(BetweenLayers):
         if func is torch.autograd.grad and checkpoint_hooks() is not None:
             raise NotInTable("a derivative within a checkpoint, which would compute the forward again for it")
         if func in READS:
-            run = _RUNNING.runs[-1]
-            run.way.append(func.__name__)
-            run.may_meet = True
+            _RUNNING.runs[-1].way.append(func.__name__)
         elif func in JOINS:
             run, operation = _RUNNING.runs[-1], along(func, args, kwargs)
-            is_new, meets = operation not in run.joins, not run.may_meet and may_join(func, args, kwargs, run.batch)
-            if (is_new or meets) and not is_of_a_layer():
+            if operation not in run.joins and not is_of_a_layer():
                 run.joins.add(operation)
-                run.may_meet |= meets
         if func in COMPUTED and torch.is_grad_enabled() and _RUNNING.runs[-1].recorder.general_rule is None:
             args, kwargs = _RUNNING.runs[-1].with_its_own(args, kwargs)  # not in a plain forward beside it
         return func(*args, **kwargs)
@@ -96,7 +92,6 @@ class Run:
         self.way: list[Any] = []
         # operations that may join samples or move them; each once, as a layer may be dropped by chance
         self.joins: set[str] = set()
-        self.may_meet = False  # whether samples may have met, or one may have led the others
         self.failed = False  # whether a rule was lacking, even if the forward has caught the error
         self.numel = 0  # of the largest tensor so far
         self.made: list[weakref.ref[Tensor]] = []  # the tensors that must not outlive the forward

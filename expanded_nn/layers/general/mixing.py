@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from expanded_nn.common.functions import attributes, functions
 from expanded_nn.common.modes import unseen
@@ -39,19 +38,6 @@ JOINS = _BY_KEY | set(
         "interpolate",
     )
 ).union(attributes("T", "mT"), *(filter(callable, vars(room).values()) for room in (torch.fft, torch.linalg)))
-# of these: operations along the dimension that their second argument names
-_BY_DIM = set(
-    functions(
-        *("sum", "mean", "prod", "max", "min", "amax", "amin", "median", "std", "var", "logsumexp", "any", "all"),
-        *("softmax", "log_softmax", "cumsum", "cumprod", "flip", "narrow", "select", "gather", "index_select"),
-        *("cat", "concat", "stack", "unbind"),
-    )
-)
-# operations on matrices, sample by sample where these have samples in front
-_OF_MATRICES = set(functions("matmul", "__matmul__", "bmm", "scaled_dot_product_attention")).union(attributes("mT"))
-# operations that move dimensions; where the samples are not in front any longer, the next operation tells
-_MOVES = set(functions("transpose", "permute", "movedim", "swapaxes", "view", "reshape", "flatten", "unflatten"))
-_LAYER_NORMS = set(functions("layer_norm", "rms_norm"))
 _TORCH, _LAYERS = f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}"
 
 
@@ -84,29 +70,3 @@ def _first_key(keys: Any) -> Any:
 
 def _takes_all(key: Any) -> bool:
     return isinstance(key, slice) and key == slice(None)
-
-
-def may_join(func: Any, args: Any, kwargs: Any, batch: int) -> bool:
-    """Whether samples may meet in one of the `JOINS`, as far as sizes and dimensions tell.
-
-    They do not where they alone have the size B and stand first, and another dimension is named.
-    """
-    operands = args[0] if args and isinstance(args[0], tuple | list) else args
-    tensors = [x for x in (*operands, *kwargs.values()) if isinstance(x, Tensor)]
-    if any(type(x) not in (Tensor, Parameter) for x in tensors):  # of parameters, whose rules keep samples apart
-        return False
-    with unseen():
-        if not all(x.dim() and x.shape[0] == batch and x.shape.count(batch) == 1 for x in tensors):
-            return True
-        if func in _OF_MATRICES:
-            return min(x.dim() for x in tensors) < 3
-        if func in _BY_KEY:
-            key = _first_key(args[1])
-            return key is not Ellipsis and not _takes_all(key)
-        if func in _LAYER_NORMS:
-            shape = args[1] if len(args) > 1 else kwargs["normalized_shape"]
-            return isinstance(shape, tuple | list) and len(shape) >= tensors[0].dim()
-        named = args[1:] if func in _MOVES else (kwargs["dim"],) if "dim" in kwargs else args[1:2]
-        dims = [n for value in named for n in (value if isinstance(value, tuple | list) else (value,))]
-        is_named = bool(dims) and all(type(n) is int for n in dims)
-        return func not in (_MOVES | _BY_DIM) or not is_named or bool({0, -tensors[0].dim()} & {*dims})

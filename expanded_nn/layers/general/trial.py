@@ -102,7 +102,6 @@ class Told:
     needs_hooks: bool = False  # whether its forward needs what hooks of modules within it collect
     memo: Memo = field(default_factory=Memo)  # whose folded rows are
     turn: int = -1  # how many calls were counted, less 1: at every 32nd one sample is compared alone
-    may_meet: bool = False  # whether its forward has done on the whole batch what may join samples
     shared: set[tuple[int, int]] = field(default_factory=set)  # (how many arguments, place) of those once shared
     failed: set[Any] = field(default_factory=set)  # the kinds of which a comparison has failed: no way is trusted again
 

@@ -38,7 +38,7 @@ class WholeBatch:
         """What it gives, at some calls only if a sample gives the same alone; else `NotImplemented`."""
         if not self._may_run() or self.call.kind in self.told.failed:
             return NotImplemented
-        if not self.values_may_mix() or not self._is_known():
+        if not self._is_known():
             return self._by_ways()
         self.told.turn += 1
         turns, is_not_due = divmod(self.told.turn, cost.TURNS_OF_A_SAMPLE)
@@ -76,10 +76,6 @@ class WholeBatch:
         if is_traced() or running_backward() >= 0:  # a checkpoint's forward is computed again, as it was
             return False
         return bool(self.told.ways.get(self.call.kind_of_ways(), NO_WAYS).known)
-
-    def values_may_mix(self) -> bool:
-        """Whether values may lead it another way, on which samples meet."""
-        return bool(self.told.may_meet)
 
     def _hidden(self, function: Callable[..., Any], *args: Any) -> Any:
         """Calls a function; nobody takes notes of what the module's forward does in it."""
@@ -133,7 +129,6 @@ class WholeBatch:
                 raise
             del heard[before:]
             return None, None
-        self.told.may_meet |= run.may_meet
         if run.failed or run.leaves_something():
             return None, None
         return result, (*run.way_gone(), *heard[before:])
