@@ -582,6 +582,61 @@ def test_other_folds(module: Any, shape: tuple[int, ...], monkeypatch: pytest.Mo
     assert runs_whole(assert_right(built(module(), around=False), *inputs))
 
 
+class Masked(nn.Module):
+    """It writes a token of its own where a mask says, as models that fill in what is masked do."""
+
+    def __init__(self, shape: tuple[int, ...], write: Callable[..., None]) -> None:
+        super().__init__()
+        self.token, self.layer, self.write = nn.Parameter(torch.empty(shape)), nn.Linear(D, D), write
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        rows = self.layer(x).sin()
+        self.write(rows, mask, self.token)
+        return self.layer(rows)
+
+
+def by_mask(rows: Tensor, mask: Tensor, token: Tensor) -> None:
+    rows[mask] = token
+
+
+def by_number(rows: Tensor, mask: Tensor, token: Tensor) -> None:
+    rows[rows > 0.5] = token
+
+
+def in_folded_rows(rows: Tensor, mask: Tensor, token: Tensor) -> None:
+    rows.view(-1, D)[mask.view(-1)] = token
+
+
+def in_a_view(rows: Tensor, mask: Tensor, token: Tensor) -> None:
+    rows[:, 1:, :][mask[:, 1:]] = 2 * token
+
+
+def computed(rows: Tensor, mask: Tensor, token: Tensor) -> None:
+    rows[mask] = token.tanh() * 3
+
+
+@pytest.mark.parametrize(
+    ("shape", "write"),
+    [((D,), by_mask), ((), by_mask), ((1,), by_mask), ((), by_number), ((D,), computed)],
+)
+@pytest.mark.parametrize("samples", [B, T, 1])
+def test_a_parameter_that_is_written_where_a_mask_says(
+    shape: tuple[int, ...], write: Callable[..., None], samples: int
+) -> None:
+    masks = [values(samples, T, seed=seed) > 0 for seed in range(3)]
+    masks[2][0] = False  # one sample without
+    inputs = [Call((values(samples, T, D, seed=seed + 5), mask)) for seed, mask in enumerate(masks)]
+    model = assert_right(built(Masked(shape, write), around=False), *inputs, samples=samples)
+    assert runs_whole(model) or samples == 1
+
+
+def test_a_parameter_that_is_written_in_another_way() -> None:
+    """By a mask of folded rows, into a view, or with a dimension of its own for the places: in a loop."""
+    inputs = [Call((values(B, T, D, seed=seed), values(B, T, seed=seed) > 0)) for seed in range(2)]
+    for module in Masked((D,), in_folded_rows), Masked((D,), in_a_view), Masked((1, D), by_mask):
+        assert_right(built(module, around=False), *inputs)
+
+
 def test_attention_between_samples_is_not_taken_for_that_of_one() -> None:
     recorder = enn.convert(nn.Linear(1, 1)).per_sample()._recorder
     run = Run(B, recorder, Owners(B, nn.Module(), Memo()))

@@ -226,6 +226,17 @@ def _index(func: Any, args: Any, kwargs: Any) -> Batched:
     return own.run.derived(func, lambda value: value[(slice(None), *keys)], own, begins=False)
 
 
+def _write(func: Any, args: Any, kwargs: Any) -> Any:
+    """A parameter written where a mask says: `x[mask] = weight`."""
+    x, mask, own = args
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or is_own(x) or not is_own(own):
+        return by_vmap(func, args, kwargs)
+    refuse_unless(mask.shape == x.shape[: mask.dim()] and own.rank <= x.dim() - mask.dim())
+    written = _elementwise(torch.where, (mask.reshape(*mask.shape, *[1] * (x.dim() - mask.dim())), own, x), {})
+    refuse_unless(not is_own(written))
+    return x.copy_(written)
+
+
 def _is_number(key: Any) -> bool:
     return type(key) is int or (isinstance(key, Tensor) and key.dim() == 0 and key.dtype == torch.int64)
 
@@ -400,6 +411,7 @@ TABLE: dict[Any, Rule] = {
     **dict.fromkeys(functions("view", "reshape", "view_as", "reshape_as"), _reshape),
     **dict.fromkeys(functions("expand", "expand_as", "broadcast_to", "repeat"), _spread),
     Tensor.__getitem__: _index,
+    Tensor.__setitem__: _write,
     **dict.fromkeys(functions("cat", "concat", "stack"), _join),
     **dict.fromkeys(functions("matmul", "__matmul__", "mm", "mv", "bmm"), _product),
     torch.einsum: einsum,
