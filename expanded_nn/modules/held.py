@@ -1,4 +1,7 @@
-"""The rows that a model holds, by parameter; the small ones joined, so that their algebra takes fewer calls."""
+"""The rows that a model holds, by parameter: their norms, and the refusal of gradients without rows.
+
+Small rows are joined, so that their algebra takes fewer calls.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Forwards that start over: where a layer cannot tell the samples apart, a module around it runs sample by sample."""
+"""Forwards that start over: where a layer cannot tell the samples apart, a module around it runs sample by sample.
+
+Every forward of a model begins here, with a comparison of its samples (`independence.py`) where one is due.
+"""
 
 from __future__ import annotations
 

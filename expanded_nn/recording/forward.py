@@ -1,4 +1,4 @@
-"""The outermost forward that runs, and what layers note in it."""
+"""The outermost forward that runs, what layers note in it, and what it refuses once it has run."""
 
 from __future__ import annotations
 
