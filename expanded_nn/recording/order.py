@@ -4,9 +4,9 @@ Above all it finds samples that are put in another one's place before a layer wh
 model may sort its sequences by length, run a layer, and go back: every result is right, but row i of that layer's
 parameters is another sample's than row i of the others. So a sample would be in two rows that are clipped apart.
 
-It refuses, too: a batch norm by the statistics of the batch, a layer within a transform of `torch.func`, rows of a layer
-that meet as many positions, tables that have B rows by chance. And it tells of each operation those who follow copies
-(`shared_results.py`), parts of the batch (`batch_parts.py`) and constants (`constants.py`).
+It refuses, too: a batch norm by the statistics of the batch, a layer within a transform of `torch.func`, rows of a
+layer that meet as many positions, tables that have B rows by chance. And it tells of each operation those who follow
+copies (`shared_results.py`), parts of the batch (`batch_parts.py`) and constants (`constants.py`).
 """
 
 from __future__ import annotations
