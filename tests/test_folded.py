@@ -611,13 +611,17 @@ def in_a_view(rows: Tensor, mask: Tensor, token: Tensor) -> None:
     rows[:, 1:, :][mask[:, 1:]] = 2 * token
 
 
+def by_position(rows: Tensor, mask: Tensor, token: Tensor) -> None:
+    rows[mask] = token.expand_as(rows)[mask]
+
+
 def computed(rows: Tensor, mask: Tensor, token: Tensor) -> None:
     rows[mask] = token.tanh() * 3
 
 
 @pytest.mark.parametrize(
     ("shape", "write"),
-    [((D,), by_mask), ((), by_mask), ((1,), by_mask), ((), by_number), ((D,), computed)],
+    [((D,), by_mask), ((), by_mask), ((1, 1, D), by_mask), ((), by_number), ((D,), computed)],
 )
 @pytest.mark.parametrize("samples", [B, T, 1])
 def test_a_parameter_that_is_written_where_a_mask_says(
@@ -631,9 +635,9 @@ def test_a_parameter_that_is_written_where_a_mask_says(
 
 
 def test_a_parameter_that_is_written_in_another_way() -> None:
-    """By a mask of folded rows, into a view, or with a dimension of its own for the places: in a loop."""
+    """By a mask of folded rows, into a view, or another token for each position."""
     inputs = [Call((values(B, T, D, seed=seed), values(B, T, seed=seed) > 0)) for seed in range(2)]
-    for module in Masked((D,), in_folded_rows), Masked((D,), in_a_view), Masked((1, D), by_mask):
+    for module in Masked((D,), in_folded_rows), Masked((D,), in_a_view), Masked((T, D), by_position):
         assert_right(built(module, around=False), *inputs)
 
 

@@ -231,6 +231,8 @@ def _write(func: Any, args: Any, kwargs: Any) -> Any:
     x, mask, own = args
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or is_own(x) or not is_own(own):
         return by_vmap(func, args, kwargs)
+    while own.rank > x.dim() - mask.dim() and own.value.shape[1] == 1:  # as torch leaves such dimensions out
+        own = own.squeeze(0)
     refuse_unless(mask.shape == x.shape[: mask.dim()] and own.rank <= x.dim() - mask.dim())
     written = _elementwise(torch.where, (mask.reshape(*mask.shape, *[1] * (x.dim() - mask.dim())), own, x), {})
     refuse_unless(not is_own(written))
