@@ -99,6 +99,7 @@ class Halves:
         self.arguments, self.leaves = arguments, leaves_of(arguments, is_packed)
         self.dims = list(map(self._samples_dim, self.leaves))
         self.strange: list[int] = []  # numbers among the results that are neither a mean nor a sum over the samples
+        self.plain: list[Any] = []  # the results of the plain forward of all samples, as far as it has run
 
     def _samples_dim(self, leaf: Any) -> int | None:
         """Where the samples stand in an argument; `None` where they do not."""
@@ -125,6 +126,12 @@ class Halves:
             except Exception:  # the forward itself will say so
                 return None
             dims = self._dims_of_results(is_random=is_random)
+            if dims is not None and not is_random and not self._agrees_with_plain(whole):
+                what = (
+                    "its results are not those of the plain model, as where it computes with len(x) of what all "
+                    "samples share, which has a copy for each of them"
+                )
+                return self._refusal(what, self.recorder)
             has_hooks = any(map(_has_hooks, self.module.modules()))  # that a backward would call
             parameter = None if dims is None or has_hooks else self._seen_by_others(whole, dims)
         if dims is None:
@@ -182,6 +189,7 @@ class Halves:
         with self._plainly(is_random=is_random, with_graph=with_graph):
             try:
                 whole, _ = self._run(self._plain, self.leaves)
+                self.plain = whole
             except Exception:  # as with weights that come with a batch dimension
                 return [] if with_graph else self._dims_of_results(is_random=is_random, with_graph=True)
             for reading in self._readings():
@@ -214,6 +222,19 @@ class Halves:
         if [*dims] != self.dims:  # layers read the arguments in the usual way, and a number does not show whose it is
             return found, [*sums]
         return found, [place for place, both in sums.items() if not any(are_near(x, whole[place]) for x in both)]
+
+    def _agrees_with_plain(self, whole: list[Any]) -> bool:
+        """Whether the forward gives what the plain one gives, so far as that tells: it may draw numbers by itself.
+
+        It does not where a model computes with the size of what all samples share, of which there are B copies.
+        """
+        if len(self.plain) != len(whole):
+            return True
+        pairs = [(x, y) for x, y in zip(self.plain, whole, strict=True) if _has_numbers(x) and _has_numbers(y)]
+        if all(x.shape == y.shape and near(x.detach(), y.detach(), 1.0) for x, y in pairs):
+            return True
+        with self._plainly(is_random=False, with_graph=False):
+            return self._has_other_chance(self.plain)
 
     def _has_other_chance(self, whole: list[Any]) -> bool:
         """Whether the forward draws numbers that are not fixed, as numpy's are not."""
@@ -268,15 +289,18 @@ class Halves:
             return None
         some = torch.zeros(self.batch, dtype=torch.bool)
         some[self.half] = True
-        generator = torch.Generator().manual_seed(0)
-        weights = [_numbers_for(some, x, dim, generator) for x, dim in ends]
-        try:
-            results = [x for x, _ in ends]
-            rows = torch.autograd.grad(results, list(expanded.values()), weights, retain_graph=True, allow_unused=True)
-        except RuntimeError:  # as of a reentrant checkpoint
-            return None
-        found = zip(expanded, rows, strict=True)
-        return next((key for key, own in found if own is not None and _are_in(own, ~some)), None)
+        generator, results = torch.Generator().manual_seed(0), [x for x, _ in ends]
+        for own, others in ((some, ~some), (~some, some)):
+            weights = [_numbers_for(own, x, dim, generator) for x, dim in ends]
+            try:
+                rows = torch.autograd.grad(results, [*expanded.values()], weights, retain_graph=True, allow_unused=True)
+            except RuntimeError:  # as of a reentrant checkpoint
+                return None
+            found = zip(expanded, rows, strict=True)
+            seen: Tensor | None = next((key for key, mine in found if mine is not None and _are_in(mine, others)), None)
+            if seen is not None:
+                return seen
+        return None
 
 
 def _has_hooks(module: Any) -> bool:

@@ -201,6 +201,36 @@ def test_random_numbers_that_differ_little_are_no_mixing() -> None:
         model(torch.randn(size, 4))
 
 
+SIZES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "len": lambda h, shared: h * len(shared) + shared,
+    "size": lambda h, shared: h + shared / shared.size(0),
+    "shape": lambda h, shared: h + shared.sum() / shared.shape[0],
+    "reshape": lambda h, shared: h + shared.reshape(shared.shape[0] * 5, -1).T.reshape(-1)[:5] * 0.1,
+}
+
+
+@pytest.mark.parametrize("escalate", [True, False])
+@pytest.mark.parametrize("compute", SIZES.values(), ids=SIZES)
+def test_the_size_of_what_all_samples_share(compute: Callable[[Tensor, Tensor], Tensor], escalate: bool) -> None:
+    """It has a copy for each sample, so that its size is another one than in the plain model."""
+
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.table = nn.Linear(4, 5), nn.Embedding(3, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return compute(self.first(x), self.table(torch.tensor([1])))
+
+    model = enn.convert(Shared()).per_sample(loss_reduction="sum", escalate=escalate)
+    if escalate:
+        for _ in range(3):
+            right(model, torch.randn(6, 4))
+    else:
+        with pytest.raises(enn.PerSampleError):
+            model(torch.randn(6, 4))
+
+
 def test_a_forward_is_compared_at_few_calls() -> None:
     calls = []
 
