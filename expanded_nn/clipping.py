@@ -148,10 +148,21 @@ def _rows_to_clip(
         known = _leaves_of(parameters, held, recorders)
         if adds:
             _warn_of_earlier_sums(model, known)
+            _warn_of_replaced_rows(recorders)
         else:
             _warn_of_what_is_replaced(known)
             _warn_of_earlier_steps(model, known)
     return held
+
+
+def _warn_of_replaced_rows(recorders: list[Recorder]) -> None:
+    """Warns where only the rows of the last of several backwards are there to be clipped."""
+    if any(recorder.store.replaces for recorder in recorders):
+        warn(
+            "clip_grad_sample_norms_: the last backward has replaced the rows of an earlier one of the same forwards, "
+            "which were not clipped: with accumulate_grad=False only the last rows are held. Clip after each backward, "
+            "add the losses up before one backward, or say per_sample(accumulate_grad=True)."
+        )
 
 
 def _refuse_nonfinite(norms: Mapping[str, Tensor]) -> None:

@@ -941,7 +941,7 @@ class Story:
         gc.disable()  # or what goes wrong may depend on when a parameter that was replaced is gone
         try:
             with warnings.catch_warnings():  # stories know what is held, and clip when they like
-                warnings.filterwarnings("ignore", ".*a second backward of the same forwards", enn.PerSampleWarning)
+                warnings.filterwarnings("ignore", "clip.*has replaced the rows", enn.PerSampleWarning)
                 for number, step in enumerate(self.steps):
                     run.take(number, step)
         finally:

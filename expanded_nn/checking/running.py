@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import random
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from expanded_nn.common.batch import (
     own_batch_first,
     tensors,
 )
-from expanded_nn.common.containers import is_packed, leaves_of, rebuilt
 from expanded_nn.recording.recorder import Settings
 
 
@@ -153,14 +152,26 @@ def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
     """`value` with `function` applied to each tensor in it, once if it is there twice; anything else is copied."""
     memo: dict[int, Any] = {}
 
-    def change(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor | PackedSequence):
-            return copy.deepcopy(leaf)
-        if id(leaf) not in memo:
-            memo[id(leaf)] = function(leaf)
-        return memo[id(leaf)]
+    def walk(value: Any) -> Any:
+        if isinstance(value, Tensor | PackedSequence):
+            memo[id(value)] = memo[id(value)] if id(value) in memo else function(value)
+            return memo[id(value)]
+        if isinstance(value, Mapping):
+            changed: Any = copy.copy(value)
+            for key, item in value.items():
+                changed[key] = walk(item)
+            return changed
+        if isinstance(value, list | tuple):
+            parts = map(walk, value)
+            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        if is_dataclass(value) and not isinstance(value, type):
+            changed = copy.copy(value)
+            for field in fields(value):
+                object.__setattr__(changed, field.name, walk(getattr(value, field.name)))
+            return changed
+        return copy.deepcopy(value)
 
-    return rebuilt(value, map(change, leaves_of(value, is_packed)), is_packed)
+    return walk(value)
 
 
 def _fresh(tensor: Any) -> Any:

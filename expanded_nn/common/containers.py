@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, MutableMapping
+from collections import UserDict
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -56,7 +57,7 @@ def _filled(holder: Any, leaves: Iterator[Any], is_leaf: IsLeaf) -> Any:
 
 
 def _is_mapping(part: Any) -> bool:
-    return isinstance(part, MutableMapping)
+    return isinstance(part, dict | UserDict)
 
 
 def _is_dataclass(part: Any) -> bool:

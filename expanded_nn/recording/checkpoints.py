@@ -84,14 +84,17 @@ def _pass_without_forward(recorder: RecorderLike, batch: int | None) -> list[Pas
     """The pass of a checkpoint's forward where all passes are done; none if B is not known.
 
     If another checkpoint was run again in this backward, both are of one forward, and of its pass. If not, the
-    checkpoint is around the whole model, whose first forward had no gradients and so no pass: a new pass begins.
+    checkpoint is around the whole model, whose first forward had no gradients and so no pass: a new pass begins. In a
+    checkpoint of another model it is one for each pass of that model.
     """
     resumed, node = recorder.backward.resumed, running_node()
     if resumed is not None and batch in (resumed.batch, 1):
         return [resumed]
     if batch is None:
         return []
-    pass_ = recorder.passes.new(batch)
+    around: dict[tuple[Passes, int], Pass] = next((noted.of_others for noted in noted_passes(node).values()), {})
+    pass_ = around.get((recorder.passes, batch)) or recorder.passes.new(batch)
+    around[recorder.passes, batch] = pass_
     if _is_custom(node):  # for a second backward on the same graph
         node.metadata.setdefault(_NOTE, {})[recorder.passes] = pass_
     return [pass_]

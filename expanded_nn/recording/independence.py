@@ -122,7 +122,8 @@ class Halves:
             return None
         with uncounted():
             try:
-                whole, is_random = self._run(self.forward, self.leaves)
+                with _without_fused_inference():
+                    whole, is_random = self._run(self.forward, self.leaves)
             except Exception:  # the forward itself will say so
                 return None
             dims = self._dims_of_results(is_random=is_random)
@@ -228,7 +229,8 @@ class Halves:
 
         It does not where a model computes with the size of what all samples share, of which there are B copies.
         """
-        if len(self.plain) != len(whole):
+        is_ours = type(self.module).forward.__module__.startswith(__name__.partition(".")[0])
+        if len(self.plain) != len(whole) or not is_ours:  # what a subclass of ours adds is not in the forward
             return True
         pairs = [(x, y) for x, y in zip(self.plain, whole, strict=True) if _has_numbers(x) and _has_numbers(y)]
         if all(x.shape == y.shape and near(x.detach(), y.detach(), 1.0) for x, y in pairs):
@@ -265,18 +267,10 @@ class Halves:
 
     @contextmanager
     def _plainly(self, *, is_random: bool, with_graph: bool) -> Iterator[None]:
-        """Layers run as plain ones do, but without torch's fused inference, whose results depend on the longest sample.
-
-        Random numbers differ from run to run, so fixed ones take their place.
-        """
-        is_enabled = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)
-        try:
-            chance = WithoutChance() if is_random else nullcontext()
-            with torch.set_grad_enabled(with_graph), uncounted(), self.recorder.in_general_rule({}), chance:
-                yield
-        finally:
-            torch.backends.mha.set_fastpath_enabled(is_enabled)
+        """Layers run as plain ones do; random numbers differ from run to run, so fixed ones take their place."""
+        chance, plain = WithoutChance() if is_random else nullcontext(), self.recorder.in_general_rule({})
+        with torch.set_grad_enabled(with_graph), uncounted(), plain, _without_fused_inference(), chance:
+            yield
 
     def _seen_by_others(self, whole: list[Any], dims: list[int | None]) -> Tensor | None:
         """A parameter whose rows of some samples have gradients of other samples' results, if there is one."""
@@ -301,6 +295,17 @@ class Halves:
             if seen is not None:
                 return seen
         return None
+
+
+@contextmanager
+def _without_fused_inference() -> Iterator[None]:
+    """Without torch's fused attention in inference, whose results depend on the longest sample."""
+    is_enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(is_enabled)
 
 
 def _has_hooks(module: Any) -> bool:

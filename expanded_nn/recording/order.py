@@ -33,7 +33,7 @@ from expanded_nn.recording.batch_parts import LOOKED_AT, BatchParts
 from expanded_nn.recording.expand import comes_from_rows
 from expanded_nn.recording.places import Move, Moved
 from expanded_nn.recording.settings import RecorderLike
-from expanded_nn.recording.shared_results import Copies, repeat_over_samples
+from expanded_nn.recording.shared_results import Copies, Form, repeat_over_samples
 
 
 class BetweenLayers(TorchFunctionMode):
@@ -98,7 +98,7 @@ class Order(TorchFunctionMode):
         moved = self._scattered(*args, **kwargs) if func in places.SCATTERS else self._moved_by(move, func)
         result = call(*args, **kwargs)
         if self.copies.known:
-            self.copies.look_at(func, args, kwargs, result, are_samples=self._are_samples)
+            self.copies.look_at(func, args, kwargs, result, are_samples=self._may_be_samples)
         if func is torch.stack and moved is None and not self.reasons((args, kwargs)):
             moved = self._stacked(result, *args, **kwargs)
         self.constants.follow(func, (args, kwargs), result)
@@ -135,10 +135,10 @@ class Order(TorchFunctionMode):
         """Raises where the forward asks for a size that is another one in the plain model, which lacks a dimension."""
         forward = self.recorder.forward
         shared = None if self.recorder.general_rule is not None else self.copies.known.get(id(x))
-        if shared is None or callers.is_called_by_libraries(func):
+        if shared is None or shared.form is Form.REPEATED or callers.is_called_by_libraries(func):
             return
         is_count = func in _COUNTS
-        if not shared.is_new and not is_count:
+        if shared.form is Form.ONE_ROW and not is_count:
             return
         if func in _OF_DIMS and dim is None:
             dim = constant_index(callers.calling_frame(func))
@@ -447,6 +447,10 @@ class Order(TorchFunctionMode):
         is_known = self.recorder.forward.is_argument(x) or id(x) in self.moved
         # without gradients, as in a reentrant checkpoint, nothing tells where it comes from
         return is_known or not torch.is_grad_enabled() or comes_from_rows(x)
+
+    def _may_be_samples(self, x: Tensor) -> bool:
+        """The same within a `one_pass`, whose arguments nobody names: what is no constant may be samples."""
+        return self._are_samples(x) or (self.recorder.forward.is_one_pass and id(x) not in self.constants.known)
 
     def _holds_samples(self, x: Tensor) -> bool:
         """Whether the rows of a tensor with B rows are the samples, in their order."""

@@ -41,12 +41,14 @@ class Pass:
         number: Its place among all passes of a model, in the order of their forwards.
         stage: How far it has come.
         may_get_backward: Whether a backward may still come: none has yet, or it has retained the graph.
+        of_others: The passes that other models have in its reentrant checkpoints, by their `Passes` and B.
     """
 
     def __init__(self, batch: int, number: int) -> None:
         self.batch, self.number = batch, number
         self.stage = PassStage.OPEN
         self.may_get_backward = True
+        self.of_others: dict[tuple[Passes, int], Pass] = {}
 
     def __repr__(self) -> str:
         return f"Pass(batch={self.batch}, number={self.number}, stage={self.stage.name})"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from expanded_nn._errors import complaint, named, warn
+from expanded_nn._errors import complaint, named
 from expanded_nn.common.meanwhile import meanwhile
 from expanded_nn.common.traced import is_traced, note_recorder
 from expanded_nn.recording.backward import Backward, in_transform, keeps_graph, running_backward, running_node
@@ -354,8 +354,7 @@ class Recorder:
         if self.settings.accumulate_grad:
             self._drop_stale(self.rows_in_question(held))
         else:
-            if pass_ in self.store.held:
-                self._warn_of_replaced_rows()
+            self.store.replaces = pass_ in self.store.held
             self._drop(held)
         self._drop_passes_without_parameters()
         for leaf in self.leaves:
@@ -364,13 +363,6 @@ class Recorder:
             if self.settings.accumulate_grad:
                 leaf.note_foreign_part()
         self.store.begin()
-
-    def _warn_of_replaced_rows(self) -> None:
-        warn(
-            f"{self.name_of(self.living_roots()[0])}: a second backward of the same forwards replaces the rows of the "
-            "first, which nobody has clipped: with accumulate_grad=False the rows of the last backward alone are held. "
-            "Clip after each backward, add the losses up before one backward, or say per_sample(accumulate_grad=True)."
-        )
 
     def rows_in_question(self, held: Sequence[Leaf]) -> list[Leaf]:
         """The leaves whose rows may be stale; not those of parameters that have left the model.

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from enum import Enum, auto
 from typing import Any, NamedTuple
 
 import torch
@@ -31,8 +32,16 @@ _NOT_REPEATED = re.compile(
 _RESHAPES = re.compile("(squeeze|transpose|resize|strided|swapaxes|swapdims|^t)_$")
 
 
-# the dimension of the samples in a result, and whether the plain one has no such dimension, not even of size 1
-CopiesDim = tuple[int, bool]
+class Form(Enum):
+    """What the plain result has in the dimension of the copies: size 1, no such dimension, or B equal rows."""
+
+    ONE_ROW = auto()
+    NEW = auto()
+    REPEATED = auto()
+
+
+# the dimension of the copies in a result, and the form of the plain one
+CopiesDim = tuple[int, Form]
 
 
 class Copy(NamedTuple):
@@ -42,13 +51,13 @@ class Copy(NamedTuple):
         tensor: The copies.
         layer: The layer that they come from.
         dim: Where the samples stand in them.
-        is_new: Whether the plain result has no such dimension, not even of size 1.
+        form: What the plain result has there.
     """
 
     tensor: Tensor
     layer: nn.Module
     dim: int
-    is_new: bool
+    form: Form
 
     def differing(self) -> Tensor:
         """Copies of which those beside each other differ."""
@@ -59,7 +68,10 @@ class Copy(NamedTuple):
 
     def alone(self, differing: Tensor, sample: int) -> Tensor:
         """That of one sample, as the plain model has it."""
-        return differing.select(self.dim, sample) if self.is_new else differing.narrow(self.dim, sample, 1)
+        own = differing.narrow(self.dim, sample, 1)
+        if self.form is Form.REPEATED:
+            return own.expand_as(differing)
+        return own.squeeze(self.dim) if self.form is Form.NEW else own
 
 
 def repeat_over_samples(x: Tensor, *times: int) -> Tensor:
@@ -81,12 +93,14 @@ class Copies:
 
     def note(self, x: Tensor, layer: nn.Module, dim: int, *, is_new: bool) -> None:
         """Notes copies."""
-        self.known[id(x)] = Copy(x, layer, dim, is_new)
+        self.known[id(x)] = Copy(x, layer, dim, Form.NEW if is_new else Form.ONE_ROW)
 
     def repeats_over_samples(self, x: Any, *times: Any) -> bool:
         """Whether `x.repeat(*times)` is to make a copy for each sample, and each has one already."""
         copy = self.known.get(id(x))
-        return copy is not None and copy.dim == 0 and len(times) == x.dim() and times[0] == len(x)
+        if copy is None or copy.form is Form.REPEATED or copy.dim:
+            return False
+        return len(times) == x.dim() and bool(times[0] == len(x))
 
     def look_at(self, func: Any, args: Any, kwargs: Any, result: Any, *, are_samples: Callable[[Tensor], bool]) -> None:
         """Raises where an operation does something else with the copies than with one alone.
@@ -127,7 +141,7 @@ class Copies:
         if not isinstance(leaf, Tensor):
             return str(leaf)
         copy = self.known.get(id(leaf))
-        return tuple(leaf.shape), None if copy is None else (copy.dim, copy.is_new)
+        return tuple(leaf.shape), None if copy is None else (copy.dim, copy.form)
 
     def _compared(
         self, func: Any, args: Any, kwargs: Any, batch: int, *, meets_samples: bool
@@ -142,7 +156,7 @@ class Copies:
         copies = [self.known.get(id(leaf)) if isinstance(leaf, Tensor) else None for leaf in leaves]
         differing = [x if copy is None else copy.differing() for x, copy in zip(leaves, copies, strict=True)]
         whole = _called(func, differing, structure) or []
-        is_any_new = any(copy is not None and copy.is_new for copy in copies)
+        is_any_new = any(copy is not None and copy.form is Form.NEW for copy in copies)
 
         def places(sample: int) -> list[list[CopiesDim | None]]:
             """Where the samples may stand in each result, as one of them tells."""
@@ -153,7 +167,8 @@ class Copies:
             if results is None or len(whole) != len(results):
                 return []
             found = (self._places(*pair, sample, batch, meets_samples) for pair in zip(whole, results, strict=True))
-            return [[place for place in own if place is None or is_any_new or not place[1]] for own in found]
+            lost = None if is_any_new else Form.NEW  # which no operation on copies of another form gives
+            return [[place for place in own if place is None or place[1] is not lost] for own in found]
 
         both = [[place for place in own if place in other] for own, other in zip(places(0), places(1), strict=False)]
         return [own[0] for own in both] if both and all(both) else None
@@ -168,7 +183,8 @@ class Copies:
             dims = [usual] if usual in dims else dims
             if not dims:  # a loss of all samples, or what does not depend on the copies
                 return [None] if meets_samples or torch.equal(whole, alone) else []
-            return [None] if any(are_near(whole.select(dim, sample), alone.select(dim, sample)) for dim in dims) else []
+            alike = [dim for dim in dims if are_near(whole.select(dim, sample), alone.select(dim, sample))]
+            return [None] * bool(alike) if meets_samples else [(dim, Form.REPEATED) for dim in alike]
         if meets_samples:
             return []
         is_new = whole.dim() > alone.dim()
@@ -177,7 +193,7 @@ class Copies:
             one = alone.unsqueeze(dim) if is_new else alone
             is_whole = list(whole.shape) == [*one.shape[:dim], batch, *one.shape[dim + 1 :]]
             if is_whole and one.shape[dim] == 1 and are_near(whole.narrow(dim, sample, 1), one):
-                found.append((dim, is_new))
+                found.append((dim, Form.NEW if is_new else Form.ONE_ROW))
         return found
 
     def follow(self, arguments: Any, result: Any) -> None:
@@ -203,7 +219,7 @@ class Copies:
         for x in tensors(result):
             copy = self.known.get(id(x))
             sizes = () if copy is None else copy.tensor.shape[copy.dim : copy.dim + 2]
-            if copy is not None and len(sizes) == 2 and sizes[0] == sizes[1]:
+            if copy is not None and copy.form is not Form.REPEATED and len(sizes) == 2 and sizes[0] == sizes[1]:
                 raise self.recorder.forward.taking_apart(copy.layer, "return")
 
 

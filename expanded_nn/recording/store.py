@@ -37,13 +37,14 @@ class Store:
         backwards: The numbers of the backwards that have delivered: the running one, and those inside of it.
         suspended: The rows held, and what was published of them, while those of a `torch.autograd.grad` stand alone.
         materialize: Whether `grad_sample` is to be dense.
+        replaces: Whether they have replaced those of an earlier backward of the same forwards, which were not clipped.
     """
 
     def __init__(self, materialize: bool) -> None:
         self.held: Held = {}
         self.backwards: set[int] = set()
         self.suspended: tuple[Held, dict[Leaf, Published]] | None = None
-        self.materialize = materialize
+        self.materialize, self.replaces = materialize, False
 
     def add(self, pass_: Pass, leaf: Leaf, rows: Tensor) -> None:
         """Adds rows `(B, *shape)` of one parameter; a backward may deliver those of one pass in several parts."""
