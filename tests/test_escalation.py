@@ -729,6 +729,56 @@ def test_a_row_that_is_repeated_for_as_many_heads_as_samples() -> None:
     assert_close_rows(rows(model), loop(around, call, B))
 
 
+# copies that the model makes as many as samples, though they are none; and what it does with these
+TO_HEADS: dict[str, Callable[[Tensor], Tensor]] = {
+    "repeat": lambda x: x.repeat(B, 1, 1),
+    "expand": lambda x: x.expand(B, -1, -1),
+    "zeros": lambda x: x + torch.zeros(B, 1, 1),
+    "a layer behind": lambda x: F.layer_norm(x.expand(B, -1, -1), (D,)),
+}
+OF_HEADS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "scaled": lambda x, heads: torch.einsum("btd,hsd->btsh", x, heads * torch.arange(1.0, B + 1)[:, None, None]),
+    "pairs": lambda x, heads: x.unsqueeze(1) * heads,
+    "summed": lambda x, heads: x * (heads * torch.arange(1.0, B + 1)[:, None, None]).sum(0),
+}
+
+
+# these take row i of them for sample i, which one sample alone does not
+OF_ROWS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "turned": lambda x, heads: x + heads.flip(0) * heads,
+    "moved": lambda x, heads: x * torch.cat([heads[1:], heads[:1]]),
+}
+
+
+def with_heads(how: str, combine: Callable[[Tensor, Tensor], Tensor]) -> nn.Module:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return combine(m.linear(x), TO_HEADS[how](m.table(torch.arange(T)[None]))).flatten(1)
+
+    return Does(forward, linear=nn.Linear(D, D), table=nn.Embedding(T, D))
+
+
+@pytest.mark.parametrize("compared", [False, True])
+@pytest.mark.parametrize("what", OF_HEADS)
+@pytest.mark.parametrize("how", TO_HEADS)
+@pytest.mark.filterwarnings("ignore::expanded_nn.PerSampleWarning")
+def test_rows_that_are_as_many_as_samples(how: str, what: str, compared: bool) -> None:
+    module, call = with_heads(how, OF_HEADS[what]), Call((torch.randn(B, T, D),))
+    model = on(module, compare=compared)
+    for _ in range(2):
+        model.zero_grad()
+        total_loss(model, call).backward()
+        assert_close_rows(rows(model), loop(module, call, B))
+
+
+@pytest.mark.parametrize("compared", [False, True])
+@pytest.mark.parametrize("what", OF_ROWS)
+@pytest.mark.parametrize("how", TO_HEADS)
+def test_rows_that_are_taken_for_those_of_samples(how: str, what: str, compared: bool) -> None:
+    model = on(with_heads(how, OF_ROWS[what]), compare=compared)
+    with pytest.raises(enn.PerSampleError):
+        model(torch.randn(B, T, D))
+
+
 class Balanced(nn.Module):
     """Experts, and the loss that balances them, which all samples have together."""
 

@@ -855,6 +855,29 @@ def test_samples_that_meet_by_their_values_later(meet: Callable[[Tensor], Tensor
         model(large)
 
 
+@pytest.mark.filterwarnings("ignore::expanded_nn.PerSampleWarning")
+def test_a_sample_alone_has_a_result_of_another_shape() -> None:
+    """The longest one of the batch says how much is kept: that is an error, though not at once."""
+
+    class Trimmed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(D))
+
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            return x[:, : int(lengths.max())] * self.scale
+
+    model = enn.convert(Trimmed()).per_sample()
+
+    def steps() -> None:
+        for number in range(3 * cost.TURNS_OF_A_SAMPLE):
+            lengths = torch.full((B,), T) if number < 10 else T - torch.arange(B) % 3
+            model(values(B, T, D), lengths).sum().backward()
+
+    with pytest.raises(enn.PerSampleError):
+        steps()
+
+
 def test_layers_dropped_by_chance_are_no_other_way(comparisons: list[Any]) -> None:
     def dropping(m: Any, x: Tensor) -> Tensor:
         for _ in range(m.count):
