@@ -204,8 +204,7 @@ def test_random_numbers_that_differ_little_are_no_mixing() -> None:
 SIZES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "len": lambda h, shared: h * len(shared) + shared,
     "size": lambda h, shared: h + shared / shared.size(0),
-    "shape": lambda h, shared: h + shared.sum() / shared.shape[0],
-    "reshape": lambda h, shared: h + shared.reshape(shared.shape[0] * 5, -1).T.reshape(-1)[:5] * 0.1,
+    "shape": lambda h, shared: h + shared * shared.shape[0],
 }
 
 
@@ -220,15 +219,15 @@ def test_the_size_of_what_all_samples_share(compute: Callable[[Tensor, Tensor], 
             self.first, self.table = nn.Linear(4, 5), nn.Embedding(3, 5)
 
         def forward(self, x: Tensor) -> Tensor:
-            return compute(self.first(x), self.table(torch.tensor([1])))
+            return compute(self.first(x), self.table(torch.tensor([[0, 2]])))
 
     model = enn.convert(Shared()).per_sample(loss_reduction="sum", escalate=escalate)
     if escalate:
         for _ in range(3):
-            right(model, torch.randn(6, 4))
+            right(model, torch.randn(6, 2, 4))
     else:
-        with pytest.raises(enn.PerSampleError):
-            model(torch.randn(6, 4))
+        with pytest.raises(enn.PerSampleError, match="its results are not those of the plain model"):
+            model(torch.randn(6, 2, 4))
 
 
 def test_a_forward_is_compared_at_few_calls() -> None:
