@@ -234,7 +234,7 @@ class Halves:
         if len(self.plain) != len(whole) or is_subclass_of_ours:  # what that adds is not in the forward
             return True
         pairs = [(x, y) for x, y in zip(self.plain, whole, strict=True) if _has_numbers(x) and _has_numbers(y)]
-        if all(x.shape == y.shape and near(x.detach(), y.detach(), 1.0) for x, y in pairs):
+        if all(_is_like(x.detach(), y.detach()) for x, y in pairs):
             return True
         with self._plainly(is_random=False, with_graph=False):
             return self._has_other_chance(self.plain)
@@ -349,6 +349,14 @@ def _has_numbers(x: Any) -> bool:
 def _is_clear(x: Any, batch: int) -> bool:
     """Whether the samples can stand in one dimension alone."""
     return _has_numbers(x) and list(x.shape).count(batch) == 1
+
+
+def _is_like(plain: Tensor, result: Tensor) -> bool:
+    """Whether a result has the plain one's numbers, as far as shapes tell: it may have a copy for each sample."""
+    try:
+        return near(plain.expand(result.shape), result, 1.0)
+    except RuntimeError:
+        return True
 
 
 def _taken(x: Tensor, dim: int, samples: list[int], batch: int) -> Tensor:
