@@ -355,6 +355,31 @@ STEPS = [
         f"{TRUST}test_first_of_a_shared_result",
     ),
     (
+        "What all samples share is expanded to as many heads as there are samples",
+        "right, sample by sample",
+        "tests/test_escalation.py::test_rows_that_are_as_many_as_samples",
+    ),
+    (
+        "The model computes with `len` of what all samples share",
+        "right, sample by sample",
+        "tests/recording/test_independence.py::test_the_size_of_what_all_samples_share",
+    ),
+    (
+        "Experts have room for so many rows of the whole batch, and drop the others",
+        "error, by name",
+        "tests/test_folded.py::test_a_capacity_of_the_whole_batch_is_refused",
+    ),
+    (
+        "A module folds its samples, and puts them into each other's places",
+        "right",
+        "tests/test_folded.py::test_other_folds",
+    ),
+    (
+        "A reentrant checkpoint calls another model that has rows as well",
+        "right",
+        "tests/recording/test_mechanism.py::test_a_checkpoint_that_calls_another_model",
+    ),
+    (
         "A copied model still computes with a weight of the original, in a closure",
         "error, by name",
         f"{TRUST}test_closure_over_the_original_model",
@@ -464,8 +489,8 @@ STEPS_HEAD = """
 Rows may also go wrong between the forwards: a parameter gets a gradient that no row is a part of, which clipping would
 leave as large as it is, or rows of an earlier step stay. These cases are about how a library holds rows from step to
 step, so they are not compared with others. *Right* means that all rows agree with the loop; an *error* says what to
-write instead. The tests are in `tests/recording/test_trust.py`, `tests/test_silent_failures.py`, `tests/test_whole.py`
-and `tests/test_errors.py`.
+write instead. The tests are in `tests/recording/test_trust.py`, `tests/test_silent_failures.py`, `tests/test_whole.py`,
+`tests/test_folded.py`, `tests/test_escalation.py` and `tests/test_errors.py`.
 """
 
 
