@@ -5,8 +5,7 @@ are installed, the smallest model of each file of timm and torchvision, and some
 each are compared with a loop over the samples through the plain model, at a small size and in float64. The ratio is
 that of a step in eval mode, on one thread, in float32, where `transformers` has a larger size: there Python is not all
 the cost. Where the ratio is above 1.6 even so, these models are timed at a third size, too, which is nearer to that of
-real ones.
-A whole run writes benchmarks/zoos.json, and the tables that the documentation shows.
+real ones. A whole run writes benchmarks/zoos.json, and the tables that the documentation shows.
 """
 
 from __future__ import annotations

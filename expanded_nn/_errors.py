@@ -90,6 +90,12 @@ def complaint(who: str, problem: str, wanted: str, remedy: str, *, refused_by: A
     return error
 
 
+def add_note(error: BaseException, text: str) -> None:
+    """Adds a note of the library's to an error, where Python has them."""
+    if hasattr(error, "add_note"):  # from Python 3.11 on
+        error.add_note(f"expanded_nn: {text}")
+
+
 def sentence(text: str) -> str:
     """The text of an error, which may not be ours, as a whole sentence on one line."""
     text = " ".join(text.split())

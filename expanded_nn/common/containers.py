@@ -9,15 +9,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 IsLeaf = Callable[[Any], bool] | None
-
-
-def is_packed(value: Any) -> bool:
-    """Whether it is a packed sequence, which is one leaf where its samples are looked for."""
-    return isinstance(value, PackedSequence)
 
 
 def leaves_of(value: Any, is_leaf: IsLeaf = None) -> list[Any]:

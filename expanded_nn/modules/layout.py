@@ -159,9 +159,9 @@ def _refuse_layout(layer: Reader, x: Tensor, argument: str) -> None:
 
 
 def _other_rows(layer: Reader, x: Tensor, dim: int, argument: str) -> PerSampleError:
-    batch, rows, guess, is_turned = layer.pass_batch_size, x.shape[dim], "", False
+    batch, rows, guess, about = layer.pass_batch_size, x.shape[dim], "", "rows"
     if x.dim() > 1 and dim < 2 and x.shape[1 - dim] == batch:
-        is_turned = True
+        about = ""
         second = "If the samples stand in dimension 1, say per_sample(batch_first=False). " if dim else ""
         guess = f"If the samples stand in dimension {1 - dim}, give the layer, or per_sample, batch_first={dim == 1}. "
         guess = second + guess
@@ -171,14 +171,16 @@ def _other_rows(layer: Reader, x: Tensor, dim: int, argument: str) -> PerSampleE
     told = None if layer._recorder is None else layer._recorder.settings.batch_size
     settings, said = "batch_size=..., batch_first=...", f" B = {batch} comes from the first tensor of the call."
     if layer._own_batch() is not None:
+        about = ""
         said = (
             f" B = {batch} comes from its weights, which have a batch dimension: with several rows for each of them "
             "give it weight.repeat_interleave(rows, 0)."
         )
     elif forward is not None and forward.is_one_pass:
-        guess, said = f"B = {batch} comes from one_pass: if there are {rows} samples, say so there. {guess}", ""
+        about, said = "", ""
+        guess = f"B = {batch} comes from one_pass: if there are {rows} samples, say so there. {guess}"
     elif told is not None:
-        settings, said = "batch_first=...", ""
+        settings, about, said = "batch_first=...", "", ""
         guess = (
             f"B = {batch} comes from per_sample(batch_size={told}): if there are {rows} samples, say so there, or "
             f"leave it to the first tensor of each call, batch_size=None. {guess}"
@@ -198,8 +200,7 @@ def _other_rows(layer: Reader, x: Tensor, dim: int, argument: str) -> PerSampleE
         f"{batch} rows, one per sample, or 1 that all share",
         f"{guess}{remedy}; or say where the samples stand, per_sample({settings}).{said}",
     )
-    is_told = layer._own_batch() is not None or told is not None or (forward is not None and forward.is_one_pass)
-    error.about = "" if is_turned or is_told else "rows"
+    error.about = about
     return error
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from expanded_nn._errors import PerSampleError, complaint, sentence, warn
+from expanded_nn._errors import PerSampleError, add_note, complaint, sentence, warn
 from expanded_nn.common.modes import checkpoint_hooks, is_of_checkpoint, uncounted
 from expanded_nn.common.steady import StateBefore
 from expanded_nn.common.traced import is_traced
@@ -97,8 +97,8 @@ class Escalation:
         """The result of the first attempt that succeeds.
 
         A use of a parameter outside of its module is looked for in the first forward of a kind, where a module can
-        still be sent through the general rule for it. If none helps, it is run once more
-        without that look: what it returns is right, and the backward raises the error.
+        still be sent through the general rule for it. If none helps, it is run once more without that look: what it
+        returns is right, and the backward raises the error.
         """
         looks_for_outside_use = state is not None
         while True:
@@ -205,9 +205,9 @@ class _Attempts:
         if error is self.refused or not isinstance(error, PerSampleError):
             return self.refused
         if error.about == "results" and self.of_results is not None:  # so other rows would be no better
-            _add_note(self.of_results, f"on the whole batch a layer had refused its rows: {self.refused}")
+            add_note(self.of_results, f"on the whole batch a layer had refused its rows: {self.refused}")
             return self.of_results
-        _add_note(
+        add_note(
             self.refused,
             f"sample by sample it is not possible either: {error} Where samples have unequal numbers of rows, as of "
             "images, call the model with each alone, and backward() after each: their rows append.",
@@ -267,11 +267,6 @@ class _Attempts:
             "longer until a comparison shows that the whole batch can run at once. "
             f"The reason: {new[0]._learned.why} {remedy}per_sample(escalate=False) makes it an error.{again}"
         )
-
-
-def _add_note(error: Any, text: str) -> None:
-    if hasattr(error, "add_note"):  # new in Python 3.11
-        error.add_note(f"expanded_nn: {text}")
 
 
 def _is_plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

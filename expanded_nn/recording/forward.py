@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from expanded_nn._errors import PerSampleError, complaint, warn
+from expanded_nn._errors import PerSampleError, add_note, complaint, warn
 from expanded_nn.common.batch import (
     batch_dim,
     contents,
@@ -282,13 +282,12 @@ class Forward:
         else:
             return
         error.refused_by = layer  # type: ignore[attr-defined]
-        if hasattr(error, "add_note"):  # from Python 3.11 on
-            error.add_note(
-                f"expanded_nn: before this, {self.recorder.name_of(layer)} was called with {what}, and returned a "
-                "result for each sample, (B, ...). If that is the reason, let what follows broadcast over the samples, "
-                "without a repeat of its own, or run the module around it sample by sample: alone(ItsClass) before "
-                "convert."
-            )
+        add_note(
+            error,
+            f"before this, {self.recorder.name_of(layer)} was called with {what}, and returned a result for each "
+            "sample, (B, ...). If that is the reason, let what follows broadcast over the samples, without a repeat of "
+            "its own, or run the module around it sample by sample: alone(ItsClass) before convert.",
+        )
 
 
 def _may_be_features(x: Tensor) -> bool:

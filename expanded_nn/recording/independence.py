@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from expanded_nn._errors import PerSampleError, complaint, warn
 from expanded_nn.common.batch import (
@@ -27,7 +28,7 @@ from expanded_nn.common.batch import (
     readings,
     unfolded,
 )
-from expanded_nn.common.containers import is_packed, leaves_of, rebuilt
+from expanded_nn.common.containers import leaves_of, rebuilt
 from expanded_nn.common.modes import uncounted, unseen
 from expanded_nn.common.rounding import are_equal, are_near, near
 from expanded_nn.common.steady import RandomStates, WithoutChance, without_traces
@@ -96,10 +97,10 @@ class Halves:
         self.module, self.forward, self.batch, self.recorder = module, forward, batch, module._recorder
         chance = Random(number)  # not a generator that somebody else draws from
         self.half = sorted(chance.sample(range(batch), batch // 2))
-        self.arguments, self.leaves = arguments, leaves_of(arguments, is_packed)
+        self.arguments, self.leaves = arguments, leaves_of(arguments, _is_packed)
         self.dims = list(map(self._samples_dim, self.leaves))
         self.strange: list[int] = []  # numbers among the results that are neither a mean nor a sum over the samples
-        self.plain: list[Any] = []  # the results of the plain forward of all samples, as far as it has run
+        self.plain_results: list[Any] = []  # of all samples, as far as the plain forward has run
 
     def _samples_dim(self, leaf: Any) -> int | None:
         """Where the samples stand in an argument; `None` where they do not."""
@@ -190,7 +191,7 @@ class Halves:
         with self._plainly(is_random=is_random, with_graph=with_graph):
             try:
                 whole, _ = self._run(self._plain, self.leaves)
-                self.plain = whole
+                self.plain_results = whole
             except Exception:  # as with weights that come with a batch dimension
                 return [] if with_graph else self._dims_of_results(is_random=is_random, with_graph=True)
             for reading in self._readings():
@@ -231,13 +232,13 @@ class Halves:
         """
         kind = type(self.module)
         is_subclass_of_ours = "plain_class" not in vars(kind) and not kind.__module__.startswith("expanded_nn.")
-        if len(self.plain) != len(whole) or is_subclass_of_ours:  # what that adds is not in the forward
+        if len(self.plain_results) != len(whole) or is_subclass_of_ours:  # what that adds is not in the forward
             return True
-        pairs = [(x, y) for x, y in zip(self.plain, whole, strict=True) if _has_numbers(x) and _has_numbers(y)]
+        pairs = [(x, y) for x, y in zip(self.plain_results, whole, strict=True) if _has_numbers(x) and _has_numbers(y)]
         if all(_is_like(x.detach(), y.detach()) for x, y in pairs):
             return True
         with self._plainly(is_random=False, with_graph=False):
-            return self._has_other_chance(self.plain)
+            return self._has_other_chance(self.plain_results)
 
     def _has_other_chance(self, whole: list[Any]) -> bool:
         """Whether the forward draws numbers that are not fixed, as numpy's are not."""
@@ -258,10 +259,10 @@ class Halves:
 
     def _result(self, forward: Callable[[Any, Any], Any], leaves: list[Any]) -> list[Any]:
         """What is in the result of a forward."""
-        args, kwargs = rebuilt(self.arguments, map(_copied, leaves), is_packed)
+        args, kwargs = rebuilt(self.arguments, map(_copied, leaves), _is_packed)
         with without_traces(self.module, hooks=False), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the forward itself will give them
-            return leaves_of(forward(args, kwargs), is_packed)
+            return leaves_of(forward(args, kwargs), _is_packed)
 
     def _plain(self, args: Any, kwargs: Any) -> Any:
         return type(self.module).forward(self.module, *args, **kwargs)  # not one that others have put around it
@@ -318,6 +319,10 @@ def _is_open(leaf: Any) -> bool:
     if isinstance(leaf, Tensor):
         return not (leaf.is_nested or leaf.is_meta) and leaf.layout is torch.strided
     return type(leaf) in NUMBERS
+
+
+def _is_packed(value: Any) -> bool:
+    return isinstance(value, PackedSequence)
 
 
 def _copied(leaf: Any) -> Any:

@@ -77,7 +77,7 @@ class Order(TorchFunctionMode):
             if args and self.copies.known:
                 self._look_at_size(func, *args, **kwargs)
             return func(*args, **kwargs)
-        if func is Tensor.repeat and not kwargs:
+        if func is Tensor.repeat and self.copies.known and len(args) > 1:
             x, times = args[0], args[1] if isinstance(args[1], Sequence) else args[1:]
             if self.copies.repeats_over_samples(x, *times):
                 func, args = repeat_over_samples, (x, *times)
@@ -449,7 +449,7 @@ class Order(TorchFunctionMode):
         return is_known or not torch.is_grad_enabled() or comes_from_rows(x)
 
     def _may_be_samples(self, x: Tensor) -> bool:
-        """The same within a `one_pass`, whose arguments nobody names: what is no constant may be samples."""
+        """`_are_samples`; within a `one_pass`, whose arguments nobody names, all that is no constant may be samples."""
         return self._are_samples(x) or (self.recorder.forward.is_one_pass and id(x) not in self.constants.known)
 
     def _holds_samples(self, x: Tensor) -> bool:
