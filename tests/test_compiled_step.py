@@ -25,7 +25,10 @@ from torch.utils.checkpoint import checkpoint
 
 import expanded_nn as enn
 from cases import CASES, EVEN_SAME, Case
+from expanded_nn.compiling import products
 from expanded_nn.compiling.backends import _PRODUCTS, _spell_out_small_products, _take_biases_out
+from expanded_nn.compiling.products import take_faster_products
+from expanded_nn.core import cost
 
 pytestmark = pytest.mark.filterwarnings(EVEN_SAME, "ignore:Using backward\\(\\) with create_graph=True:UserWarning")
 
@@ -511,13 +514,13 @@ def test_options_are_inductors(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_small_products_are_spelled_out(tracing_mode: str, left: int) -> None:
     """For inductor, whose loops take them up; where sizes are symbols, they may be large ones at the next call."""
 
-    def products(a: Tensor, b: Tensor, offset: Tensor, large: Tensor) -> tuple[Tensor, ...]:
+    def multiplied(a: Tensor, b: Tensor, offset: Tensor, large: Tensor) -> tuple[Tensor, ...]:
         return a @ b, torch.addmm(offset, a, b), torch.bmm(a[None], b[None]), large @ large
 
     inputs = torch.randn(3, 4), torch.randn(4, 5), torch.randn(5), torch.randn(21, 21)
-    graph = make_fx(products, tracing_mode=tracing_mode)(*inputs)
+    graph = make_fx(multiplied, tracing_mode=tracing_mode)(*inputs)
     _spell_out_small_products(graph)
-    torch.testing.assert_close(graph(*inputs), products(*inputs))
+    torch.testing.assert_close(graph(*inputs), multiplied(*inputs))
     assert sum(node.target in _PRODUCTS for node in graph.graph.nodes) == left
 
 
@@ -534,6 +537,71 @@ def test_biases_are_added_behind_products(tracing_mode: str) -> None:
     _take_biases_out(graph)
     torch.testing.assert_close(graph(*inputs), sums(*inputs))
     assert [node.target for node in graph.graph.nodes].count(torch.ops.aten.addmm.default) == 1
+
+
+def of_products() -> nn.Module:
+    return nn.Sequential(nn.Linear(128, 384), nn.GELU(), nn.Linear(384, 128)).float()
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
+@pytest.mark.parametrize("is_faster", [True, False])
+def test_large_products_are_those_of_the_faster_library(is_faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of float32 alone, and not those that are known to be small."""
+    monkeypatch.setattr(products, "_onednn_is_faster", lambda threads: is_faster)
+
+    def multiplied(a: Tensor, b: Tensor, small: Tensor) -> tuple[Tensor, ...]:
+        return a @ b, torch.addmm(a[:, :1], a, b), a.double() @ b.double(), small @ small.mT
+
+    inputs = tuple(torch.randn(size, dtype=torch.float32) for size in ((512, 256), (256, 300), (20, 20)))
+    graph = make_fx(multiplied, tracing_mode="fake")(*inputs)
+    _take_biases_out(graph)
+    take_faster_products(graph)
+    torch.testing.assert_close(graph(*inputs), multiplied(*inputs), rtol=1e-4, atol=1e-4)
+    names = [str(node.target) for node in graph.graph.nodes]
+    assert names.count("expanded_nn.product.default") == (2 if is_faster else 0)
+    assert names.count("aten.mm.default") == (2 if is_faster else 4)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
+@pytest.mark.parametrize("sizes", [(5, 7, 3), (128, 2048, 130), (1, 1, 1), (0, 4, 3), (3, 0, 4), (300, 301, 400)])
+def test_products_of_onednn(sizes: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of matrices that lie in memory in any way."""
+    monkeypatch.setattr(cost, "LARGE_PRODUCT", 1)
+    monkeypatch.setattr(cost, "SHORT_SIDE", 1)
+    m, k, n = sizes
+    drawn = functools.partial(torch.randn, dtype=torch.float32)
+    for a in (drawn(m, k), drawn(k, m).mT, drawn(2 * m, 3 * k)[::2, ::3], drawn(k).expand(m, k)):
+        for b in (drawn(k, n), drawn(n, k).mT, drawn(k, 1).expand(k, n)):
+            product = products._product(a, b)
+            expected = (a.double() @ b.double()).float()
+            torch.testing.assert_close(product, expected, rtol=1e-5, atol=1e-5 * max(k, 1) ** 0.5)
+            assert product.is_contiguous()
+            assert product.layout is torch.strided
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # inductor's own
+@pytest.mark.parametrize("options", [{}, {"cpp_wrapper": True}], ids=str)
+def test_graph_with_products_of_onednn(options: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_onednn_is_faster", lambda threads: True)
+    monkeypatch.setattr(cost, "LARGE_PRODUCT", 1)
+    monkeypatch.setattr(cost, "SHORT_SIDE", 1)
+    monkeypatch.setattr(enn, "compile", functools.partial(enn.compile, **options))
+    batches = [
+        (torch.randn(size, 128, dtype=torch.float32), torch.randint(128, (size,))) for size in (130, 130, 7, 131, 1)
+    ]
+    law(of_products, classified, batches, backend="inductor", most=4)
+
+
+def test_which_library_is_faster_is_measured_once() -> None:
+    assert products._onednn_is_faster(1) in (True, False)
+    before = torch.get_rng_state()
+    products._onednn_is_faster.cache_clear()
+    with torch.device("meta"):
+        products._onednn_is_faster(1)
+    assert torch.equal(before, torch.get_rng_state())
+    assert products._onednn_is_faster.cache_info().currsize == 1
 
 
 # --- sizes and kinds ----------------------------------------------------------------------------------------------
