@@ -44,9 +44,8 @@ MEMORY_METHODS = ["step: plain", *BESIDE_PLAIN, "rows: expanded_nn, factored", "
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    cpu = next((line.split(":")[1].strip() for line in cpu_info() if line.startswith("model name")), "unknown")
     return {
-        "cpu": cpu,
+        "cpu": processor(),
         "vector units": torch.backends.cpu.get_cpu_capability(),
         "products": products(),
         "cores": os.cpu_count(),
@@ -58,9 +57,14 @@ def machine(device: torch.device) -> dict[str, Any]:
     }
 
 
-def cpu_info() -> list[str]:
+def processor() -> str:
+    """Its name, with its family and model where the name has no number, as on a virtual machine."""
     path = Path("/proc/cpuinfo")
-    return path.read_text().splitlines() if path.exists() else []
+    lines = path.read_text().splitlines() if path.exists() else []
+    facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    name = facts.get("model name", "unknown")
+    has_number = any(map(str.isdigit, name)) or "cpu family" not in facts
+    return name if has_number else f"{name} (family {facts['cpu family']}, model {facts['model']})"
 
 
 def products() -> list[str]:

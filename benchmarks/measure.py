@@ -132,6 +132,9 @@ def compare(task: Task, methods: Sequence[Method], *, seconds: float, rounds: in
     entrants = [i for i, step in enumerate(steps) if step is not None]
     if 0 not in entrants:
         raise RuntimeError(f"the plain step: {results[0]}")
+    for step in filter(None, steps):
+        for _ in range(step.untimed):
+            whole(step)
     repeats = calls_a_turn(steps[0], task.x.device)
     times: list[list[float]] = [[] for _ in methods]
     ratios: list[list[float]] = [[] for _ in methods]
