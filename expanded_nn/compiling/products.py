@@ -35,8 +35,8 @@ def _may_be_large(node: fx.Node) -> bool:
     value, a = node.meta["val"], node.args[0].meta["val"]  # type: ignore[union-attr]
     if value.device.type != "cpu" or value.dtype is not torch.float32:
         return False
-    sizes = *value.shape, a.shape[-1]
-    return any(map(cost.is_symbol, sizes)) or cost.product_is_worth_layouts(*sizes)
+    (m, k), n = a.shape, value.shape[1]
+    return any(map(cost.is_symbol, (m, k, n))) or cost.product_is_worth_layouts(m, k, n)
 
 
 @cache
@@ -59,7 +59,8 @@ def _by_onednn(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    return _by_onednn(a, b) if cost.product_is_worth_layouts(*a.shape, b.shape[1]) else torch.mm(a, b)
+    (m, k), n = a.shape, b.shape[1]
+    return _by_onednn(a, b) if cost.product_is_worth_layouts(m, k, n) else torch.mm(a, b)
 
 
 @cache

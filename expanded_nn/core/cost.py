@@ -121,18 +121,20 @@ def product_is_small(count: int) -> bool:
     return count <= SMALL_PRODUCT
 
 
-LARGE_PRODUCT, SHORT_SIDE = 1 << 25, 128
+LARGE_PRODUCT, SHORT_SIDE, MOST_COPIED = 1 << 25, 128, 1 << 24
 
 
-def product_is_worth_layouts(*sizes: int) -> bool:
-    """Whether a product of matrices of these three sizes is worth copies into another layout and back.
+def product_is_worth_layouts(m: int, k: int, n: int) -> bool:
+    """Whether a product of matrices, m x k and k x n, is worth copies into another layout and back.
 
-    It trades these copies against the products of another library, which has to be twice as fast on large matrices.
-    Measured on an AMD EPYC (Zen 5, AVX-512), one thread and two: 0.5 to 0.95 of the time from here on, 1.3 in the worst
-    case (128 x 2048 by 2048 x 128, both turned); 0.9 to 1.6 with a quarter of the multiplications, and 1.2 in a step of
-    a perceptron with 64 samples, whose weights are larger than what they multiply.
+    It trades these copies against the products of another library, which takes half the time for large matrices where
+    it is used at all. Measured on an AMD EPYC (Zen 5, AVX-512), one thread and two: 0.5 to 0.95 of the time from here
+    on, 1.3 in the worst case (128 x 2048 by 2048 x 128, both turned); 0.9 to 1.6 with a quarter of the multiplications,
+    and 1.2 in a step of a perceptron with 64 samples, whose weights are larger than what they multiply. How much may be
+    copied (64 MB in float32) was chosen.
     """
-    return min(sizes) >= SHORT_SIDE and prod(sizes) >= LARGE_PRODUCT
+    is_large = min(m, k, n) >= SHORT_SIDE and m * k * n >= LARGE_PRODUCT
+    return is_large and m * k + k * n + m * n <= MOST_COPIED
 
 
 JOINED_NUMEL = 1 << 16
