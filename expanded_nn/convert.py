@@ -16,7 +16,7 @@ from expanded_nn._errors import ConversionError, refuse_no_bool, refuse_no_model
 from expanded_nn.common.steady import OWN_STATE
 from expanded_nn.layers.twins import expand_modules, raise_for, rebased
 from expanded_nn.modules.base import PerSampleModule, Root, switch
-from expanded_nn.modules.registry import registered
+from expanded_nn.modules.registry import plain_class_of
 from expanded_nn.modules.twin_class import twin_class
 from expanded_nn.recording.recorder import Settings
 
@@ -185,10 +185,7 @@ def _refers_to(value: Any, ids: set[int], depth: int = 3) -> bool:
 def _plain_class(module: nn.Module) -> type[nn.Module]:
     """The class that `module` had before; parametrizations stay on top."""
     module_class = parametrize.type_before_parametrizations(module)
-    plain: type[nn.Module] | None = vars(module_class).get("plain_class")
-    if plain is None:
-        base, twin = registered(module_class) or (None, None)
-        plain = base if twin is module_class else None
+    plain = plain_class_of(module_class)
     if plain is None:
         raise ConversionError(
             f"{module_class.__name__} is derived from an expanded class, so there is no plain one to go back to. "

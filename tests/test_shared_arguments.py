@@ -190,3 +190,29 @@ def test_plain_models_take_it() -> None:
 def test_all_arguments_are_shared() -> None:
     with pytest.raises(enn.PerSampleError, match="no argument is a tensor with a dimension"):
         enn.convert(nn.Linear(5, D)).per_sample()(enn.shared_by_all(torch.randn(3, 5)))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+def test_a_sparse_matrix(layout: torch.layout) -> None:
+    """Each sample is a signal on the nodes of one graph, as many as there are samples."""
+
+    class Filter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(2, 3), nn.Linear(3, 1)
+
+        def forward(self, x: Tensor, operator: Tensor) -> Tensor:  # (B, nodes, 2)
+            hidden = self.first(x).tanh()
+            joined = operator @ hidden.transpose(0, 1).flatten(1)
+            return self.second(joined.unflatten(1, (len(x), 3)).transpose(0, 1))
+
+    plain, operator = Filter(), torch.rand(5, 5).to_sparse(layout=layout)
+    model, x = enn.convert(plain).per_sample(loss_reduction="sum"), torch.randn(5, 5, 2)
+    for _ in range(3):
+        model.zero_grad()
+        model(x, enn.shared_by_all(operator)).sin().sum().backward()
+        losses = [plain(x[i : i + 1], operator).sin().sum() for i in range(5)]
+        rows = [torch.autograd.grad(loss, [*plain.parameters()]) for loss in losses]
+        names = [name for name, _ in plain.named_parameters()]
+        assert_close_rows(rows_of(model), dict(zip(names, map(torch.stack, zip(*rows, strict=True)), strict=True)))

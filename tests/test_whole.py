@@ -1256,3 +1256,38 @@ def test_two_threads() -> None:
     for model in models:
         assert runs_whole(model)
         assert_close_rows(rows_of(model), loop(Own(rms, (D,)), Call(X), B))
+
+
+ATTENTIONS: dict[str, Callable[[], nn.Module]] = {
+    "encoder": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(D, 2, 8, batch_first=True), 1),
+    "norm first": lambda: nn.TransformerEncoderLayer(D, 2, 8, 0.3, batch_first=True, norm_first=True),
+    "of the attention alone": lambda: AttentionAlone(need_weights=False),
+    "with weights": lambda: AttentionAlone(need_weights=True),
+}
+
+
+class AttentionAlone(nn.Module):
+    def __init__(self, need_weights: bool) -> None:
+        super().__init__()
+        self.attention, self.need_weights = nn.MultiheadAttention(D, 2, 0.4, batch_first=True), need_weights
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.attention(x, x, x, need_weights=self.need_weights)[0]
+        return result
+
+
+@pytest.mark.parametrize("kind", ATTENTIONS)
+def test_dropout_of_attention_beside_own_parameters(kind: str) -> None:
+    """It is left out where samples are compared."""
+    plain = Own(lambda m, x: m.inner(x + m.w), (5, D))
+    plain.inner = ATTENTIONS[kind]()
+    model, x = enn.convert(plain).per_sample(loss_reduction="sum"), torch.randn(B, 5, D)
+    for _ in range(4):
+        step(model, x)
+        for parameter in model.parameters():
+            torch.testing.assert_close(parameter.grad_sample.sum(0), parameter.grad)
+    assert runs_whole(model)
+    for module in (plain, model):
+        module.eval()
+    step(model, x)
+    assert_close_rows(rows_of(model), loop(plain, Call((x,)), B))

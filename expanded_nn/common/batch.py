@@ -6,7 +6,7 @@ from inspect import unwrap
 from itertools import islice, product
 from typing import Any
 
-from torch import Tensor, device, dtype, nn
+from torch import Tensor, device, dtype, nn, strided
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -29,7 +29,8 @@ def shared_by_all(x: Tensor) -> Tensor:
         x: The argument, of any shape.
 
     Returns:
-        The same tensor, without a copy, with a note for converted models. What is computed from it has none.
+        The same tensor, without a copy unless it is sparse, with a note for converted models. What is computed from it
+        has none.
 
     Raises:
         TypeError: If it is no tensor.
@@ -51,7 +52,7 @@ def shared_by_all(x: Tensor) -> Tensor:
     """
     if not isinstance(x, Tensor):
         raise TypeError(f"shared_by_all: x is {shown(x)}; wanted a tensor, one that a model is called with.")
-    same = x.view_as(x)
+    same = x.view_as(x) if x.layout is strided else x.clone()
     vars(same)[_MARK] = True
     return same
 

@@ -3,7 +3,20 @@
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+_STANDS_IN = object()
+
+
+def stand_in(weight: Tensor) -> Tensor:
+    """Lets a tensor pass for the parameter whose place it takes, where a forward asks `isinstance(x, nn.Parameter)`."""
+    cast(Any, weight)._is_param = _STANDS_IN  # what that asks for, of any class of tensors
+    return weight
+
+
+def is_parameter(x: Any) -> bool:
+    """Whether it is a parameter, and nothing that stands in for one."""
+    return isinstance(x, nn.Parameter) and vars(x).get("_is_param") is not _STANDS_IN
 
 
 def is_shared(*weights: Tensor | None) -> bool:

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from expanded_nn.common.batch import contents, marked_like
+from expanded_nn.common.shared import is_parameter
 
 # The attributes that the library sets on modules: by `per_sample`, by the general rule, by what layers have seen of
 # inputs. All others are the user's, and what a forward that starts over has changed in them is put back; so is an
@@ -128,7 +129,7 @@ class StateBefore:
             return
         self.seen.add(id(kept))
         if isinstance(value, Tensor):
-            if not isinstance(value, nn.Parameter) and not value.is_inference():
+            if not is_parameter(value) and not value.is_inference():
                 self.tensors.append((value, value._version, None if value.requires_grad else value.clone()))
         elif isinstance(value, MutableMapping):
             self.containers.append((kept, dict(value)))
@@ -262,7 +263,7 @@ def _copied_argument(leaf: Any) -> Any:
 def _copied(value: Any) -> Any:
     """Copies containers and the tensors in them; anything else is taken as it is."""
     if isinstance(value, Tensor):
-        return value if isinstance(value, nn.Parameter) or value.requires_grad else value.clone()
+        return value if is_parameter(value) or value.requires_grad else value.clone()
     if isinstance(value, MutableMapping):
         mapping = copy.copy(value)
         for key, item in value.items():

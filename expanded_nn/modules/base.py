@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial, update_wrapper, wraps
-from inspect import signature
+from functools import partial, update_wrapper
 from types import FunctionType
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -22,12 +21,13 @@ from expanded_nn.common.meanwhile import meanwhile
 from expanded_nn.common.modes import WithoutSelection, is_selective, outside_of_graph, unseen
 from expanded_nn.common.shared import as_no_view
 from expanded_nn.modules import layout
-from expanded_nn.modules.twin_class import as_plain_graph, new_twin, twin_class, unpickled_graph
+from expanded_nn.modules.twin_class import as_untouched, new_twin, twin_class, unpickled_graph
 from expanded_nn.recording.escalate import Learned
 from expanded_nn.recording.expand import Recompute
 from expanded_nn.recording.lift import lifted
 from expanded_nn.recording.order import Order
 from expanded_nn.recording.recorder import Forward, Recorder, Settings, modules_in
+from expanded_nn.recording.settings import refusing_other_settings
 
 Model = TypeVar("Model", bound=nn.Module)
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -55,22 +55,6 @@ def _show_plain_forward(kind: type[PerSampleModule]) -> None:
     kind.forward = update_wrapper(shown, plain.forward)  # type: ignore[method-assign, unused-ignore]
 
 
-def _refusing_other_settings(per_sample: Function) -> Function:
-    """Makes an unknown setting a `TypeError` that lists the settings; Python's own would name only that one."""
-    names = list(signature(per_sample).parameters)[2:]
-
-    @wraps(per_sample)
-    def switched(self: Any, *args: Any, **settings: Any) -> Any:
-        unknown = sorted(settings.keys() - {"mode", *names})
-        if unknown:
-            wanted = f"some of {', '.join(names)}"
-            remedy = "Correct the name; help(model.per_sample) says what each does."
-            raise TypeError(str(complaint("per_sample", f"there are no settings {unknown}", wanted, remedy)))
-        return per_sample(self, *args, **settings)
-
-    return cast(Function, switched)
-
-
 class PerSampleModule(nn.Module):
     """A module that can be switched to per-sample mode.
 
@@ -93,7 +77,7 @@ class PerSampleModule(nn.Module):
             super().__init_subclass__(**arguments)
         _show_plain_forward(cls)
 
-    @_refusing_other_settings
+    @refusing_other_settings
     def per_sample(
         self: Model,
         mode: bool = True,
@@ -167,6 +151,10 @@ class PerSampleModule(nn.Module):
         kind = next(base for base in type(self).__bases__ if issubclass(base, PerSampleModule))
         return kind if issubclass(kind, Root | self._alone_class) or issubclass(self._alone_class, kind) else None
 
+    def _as_untouched(self) -> AbstractContextManager[None]:
+        """Gives it and all within it the classes from before `convert` for a while."""
+        return as_untouched(self.modules())
+
     @property
     def model_batch_first(self) -> bool:
         """Whether samples stand first in what has no layout of its own, as `per_sample(batch_first=...)` said."""
@@ -201,7 +189,7 @@ class PerSampleModule(nn.Module):
             return super().__reduce_ex__(protocol)
         kind = next(base for base in type(self).__bases__ if issubclass(base, PerSampleModule))
         if issubclass(self.plain_class, GraphModule):
-            with as_plain_graph(self):
+            with as_untouched([self]):
                 return unpickled_graph, (kind, *self.__reduce_ex__(protocol)[:2])
         _, _, *state = cast(tuple[Any, ...], super().__reduce_ex__(protocol))
         return (new_twin, (kind, self.plain_class), *state)

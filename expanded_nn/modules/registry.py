@@ -80,3 +80,10 @@ def registered(module_class: type[nn.Module]) -> tuple[type[nn.Module], type[nn.
         if twin is not None:
             return base, twin
     return None
+
+
+def plain_class_of(module_class: type[nn.Module]) -> type[nn.Module] | None:
+    """The class that modules of a class had before `convert`; `None` if there is none."""
+    plain: type[nn.Module] | None = vars(module_class).get("plain_class")
+    base, twin = registered(module_class) or (None, None)
+    return plain or (base if twin is module_class else None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from inspect import get_annotations
 from types import new_class
@@ -13,6 +13,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from expanded_nn.common.steady import OWN_STATE
+from expanded_nn.modules.registry import plain_class_of
 
 _TWINS: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
 
@@ -37,7 +38,7 @@ def twin_class(kind: type[nn.Module], plain_class: type[nn.Module]) -> type[nn.M
 def _deepcopied_graph(module: Any, memo: dict[int, Any]) -> Any:
     """A copy of a module of torch.fx, which gives each of its modules a class of its own."""
     kind = type(module).__bases__[0]
-    with as_plain_graph(module):
+    with as_untouched([module]):  # it writes its code into its class where it is copied
         copied = copy.deepcopy(module, memo)  # with what its graph refers to
     own_state = {name: module.__dict__[name] for name in OWN_STATE if name in module.__dict__}
     copied.__dict__.update(copy.deepcopy(own_state, memo))
@@ -45,14 +46,19 @@ def _deepcopied_graph(module: Any, memo: dict[int, Any]) -> Any:
 
 
 @contextmanager
-def as_plain_graph(module: Any) -> Iterator[None]:
-    """Makes a module of torch.fx plain for a while, as it writes its code into its class where it is copied."""
-    twin = type(module)
-    object.__setattr__(module, "__class__", twin.plain_class)
+def as_untouched(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Gives modules the classes that they had before `convert` for a while.
+
+    Those of a class without a plain one stay as they are, and parametrized ones.
+    """
+    twins = {module: type(module) for module in modules}
     try:
+        for module, twin in twins.items():
+            object.__setattr__(module, "__class__", plain_class_of(twin) or twin)
         yield
     finally:
-        object.__setattr__(module, "__class__", twin)
+        for module, twin in twins.items():
+            object.__setattr__(module, "__class__", twin)
 
 
 def unpickled_graph(kind: type[nn.Module], make: Callable[..., Any], arguments: Any) -> Any:

@@ -16,6 +16,7 @@ from expanded_nn._errors import LIBRARIES
 from expanded_nn.common.batch import contents, data_in, is_shared_by_all
 from expanded_nn.common.bytecode import global_names
 from expanded_nn.common.functions import functions, is_in_place
+from expanded_nn.common.shared import is_parameter
 from expanded_nn.common.steady import attributes_of
 
 
@@ -92,7 +93,7 @@ class Constants:
             self._note(results)
 
     def _is_constant(self, x: Tensor) -> bool:
-        return id(x) in self.known or (isinstance(x, nn.Parameter) and id(x) not in self.arguments)
+        return id(x) in self.known or (is_parameter(x) and id(x) not in self.arguments)
 
     def _note(self, results: Any) -> None:
         self.known.update({id(x): x for x in data_in(results) if not x.requires_grad})

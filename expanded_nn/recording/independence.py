@@ -34,6 +34,7 @@ from expanded_nn.common.rounding import are_equal, are_near, near
 from expanded_nn.common.steady import RandomStates, WithoutChance, without_traces
 from expanded_nn.common.traced import wait_for_values
 from expanded_nn.factored import FactoredTensor
+from expanded_nn.recording.graph import leaves_behind
 from expanded_nn.recording.sharded import is_sharded
 
 MEET = -1  # in place of a dimension
@@ -89,14 +90,23 @@ class Halves:
         arguments: Its arguments, and those by keyword.
         batch: B.
         number: That of the call, which says at random which samples are compared.
+        is_first: Whether it is the first such comparison.
     """
 
     def __init__(
-        self, module: Any, forward: Callable[[Any, Any], Any], arguments: Any, batch: int, number: int
+        self,
+        module: Any,
+        forward: Callable[[Any, Any], Any],
+        arguments: Any,
+        batch: int,
+        number: int,
+        *,
+        is_first: bool,
     ) -> None:
         self.module, self.forward, self.batch, self.recorder = module, forward, batch, module._recorder
         chance = Random(number)  # not a generator that somebody else draws from
         self.half = sorted(chance.sample(range(batch), batch // 2))
+        self.is_first = is_first
         self.arguments, self.leaves = arguments, leaves_of(arguments, _is_packed)
         self.dims = list(map(self._samples_dim, self.leaves))
         self.strange: list[int] = []  # numbers among the results that are neither a mean nor a sum over the samples
@@ -104,7 +114,7 @@ class Halves:
 
     def _samples_dim(self, leaf: Any) -> int | None:
         """Where the samples stand in an argument; `None` where they do not."""
-        if not isinstance(leaf, Tensor) or leaf.is_nested or not leaf.dim() or is_shared_by_all(leaf):
+        if not _is_dense(leaf) or not leaf.dim() or is_shared_by_all(leaf):
             return None
         dim: int = self.recorder.settings.samples_dim(leaf.dim())
         return dim if leaf.shape[dim] == self.batch else None
@@ -131,20 +141,35 @@ class Halves:
             if dims is not None and not is_random and not self._agrees_with_plain(whole):
                 what = (
                     "its results are not those of the plain model, as where it computes with len(x) of what all "
-                    "samples share, which has a copy for each of them"
+                    "samples share, which has a copy for each of them, or asks whether type(layer) is nn.Linear"
                 )
                 return self._refusal(what, self.recorder)
             has_hooks = any(map(_has_hooks, self.module.modules()))  # that a backward would call
             parameter = None if dims is None or has_hooks else self._seen_by_others(whole, dims)
+            is_clear, unused = dims is not None and parameter is None, None
+            has_strange = is_clear and any(whole[number].requires_grad for number in self.strange)
+            if is_clear and self.is_first:
+                used = _leaves_of(whole)
+                del whole  # there is no memory for two graphs
+                unused = self._unused(used, is_random=is_random)
         if dims is None:
             # no layer is to blame, so the module that was called is tried
             return self._refusal("half of the samples give other results without the others", self.recorder)
-        if parameter is None:
-            if dims is not None and any(whole[number].requires_grad for number in self.strange):
-                self._warn_of_number()
-            return None
-        name, layer = self.recorder.name_of(parameter), self.recorder.holder_of(parameter)
-        return self._refusal(f"gradients of samples by {name} are in the rows of others", layer)
+        if parameter is not None:
+            name, layer = self.recorder.name_of(parameter), self.recorder.holder_of(parameter)
+            return self._refusal(f"gradients of samples by {name} are in the rows of others", layer)
+        if unused is not None:
+            return complaint(
+                self.recorder.name_of(self.module),
+                f"its results do not depend on {self.recorder.name_of(unused)}, and those of the plain model do",
+                "a forward that does the same in both",
+                "It may ask for the class of a layer or of a parameter, which is another one here: ask "
+                "isinstance(layer, nn.Linear) in place of type(layer) is nn.Linear, and p is not None in place of "
+                "type(p) is nn.Parameter. per_sample(compare=False) leaves this comparison out.",
+            )
+        if has_strange:
+            self._warn_of_number()
+        return None
 
     def _warn_of_number(self) -> None:
         warn(
@@ -176,7 +201,7 @@ class Halves:
     def _elsewhere(self, place: int) -> Dims:
         """Where else they may stand in an argument, if anywhere."""
         leaf = self.leaves[place]
-        if not isinstance(leaf, Tensor) or not leaf.dim() or is_shared_by_all(leaf):
+        if not _is_dense(leaf) or not leaf.dim() or is_shared_by_all(leaf):
             return ()
         dims = [dim for dim in range(min(leaf.dim(), 2)) if leaf.shape[dim] == self.batch]
         is_folded = len(leaf) > self.batch and len(leaf) % self.batch == 0
@@ -216,7 +241,10 @@ class Halves:
             part = [leaf if dim is None else _taken(leaf, dim, half, self.batch) for leaf, dim in pairs]
             of_half, _ = self._run(self._plain, part)
             if len(of_half) == len(whole):
-                found = [_place(*pair, half, self.batch) for pair in zip(whole, of_half, strict=True)]
+                pairs_of_results = list(zip(whole, of_half, strict=True))
+                found = [_place(*pair, half, self.batch) for pair in pairs_of_results]
+                if any(_has_no_half(*pair, self.batch) for pair in pairs_of_results):
+                    raise ValueError("these are other samples than those of the results")
             if MEET in found:
                 return None, []
             weights = torch.tensor([1.0, len(half) / self.batch])  # of a sum, and of a mean
@@ -265,7 +293,8 @@ class Halves:
             return leaves_of(forward(args, kwargs), _is_packed)
 
     def _plain(self, args: Any, kwargs: Any) -> Any:
-        return type(self.module).forward(self.module, *args, **kwargs)  # not one that others have put around it
+        with self.module._as_untouched():
+            return type(self.module).forward(self.module, *args, **kwargs)  # not one that others have put around it
 
     @contextmanager
     def _plainly(self, *, is_random: bool, with_graph: bool) -> Iterator[None]:
@@ -273,6 +302,23 @@ class Halves:
         chance, plain = WithoutChance() if is_random else nullcontext(), self.recorder.in_general_rule({})
         with torch.set_grad_enabled(with_graph), uncounted(), plain, _without_fused_inference(), chance:
             yield
+
+    def _unused(self, used: set[Tensor], *, is_random: bool) -> Tensor | None:
+        """A parameter that the forward does not use and the plain one does, if there is one.
+
+        Such a one would never be trained; where it is zero, the results do not tell.
+        """
+        chance = WithoutChance() if is_random else nullcontext()
+        try:
+            with _without_fused_inference(), chance:
+                if is_random:  # it may choose its layers by chance
+                    used = _leaves_of(self._run(self.forward, self.leaves)[0])
+                with self.recorder.in_general_rule({}):
+                    plain, _ = self._run(self._plain, self.leaves)
+        except Exception:  # as with weights that come with a batch dimension
+            return None
+        missed = _leaves_of(plain) - used
+        return next((parameter for parameter in self.module.parameters() if parameter in missed), None)
 
     def _seen_by_others(self, whole: list[Any], dims: list[int | None]) -> Tensor | None:
         """A parameter whose rows of some samples have gradients of other samples' results, if there is one."""
@@ -299,6 +345,11 @@ class Halves:
         return None
 
 
+def _leaves_of(results: list[Any]) -> set[Tensor]:
+    """The leaves that require gradients, and that results depend on."""
+    return set(leaves_behind(*(x.grad_fn for x in results if isinstance(x, Tensor))))
+
+
 @contextmanager
 def _without_fused_inference() -> Iterator[None]:
     """Without torch's fused attention in inference, whose results depend on the longest sample."""
@@ -315,10 +366,15 @@ def _has_hooks(module: Any) -> bool:
 
 
 def _is_open(leaf: Any) -> bool:
-    """Whether it is a number or the like, or a tensor from which a sample can be taken."""
+    """Whether it is a number or the like, or a tensor that can be copied."""
     if isinstance(leaf, Tensor):
-        return not (leaf.is_nested or leaf.is_meta) and leaf.layout is torch.strided
+        return not (leaf.is_nested or leaf.is_meta)
     return type(leaf) in NUMBERS
+
+
+def _is_dense(leaf: Any) -> bool:
+    """Whether samples can be taken from it."""
+    return isinstance(leaf, Tensor) and not leaf.is_nested and leaf.layout is torch.strided
 
 
 def _is_packed(value: Any) -> bool:
@@ -354,6 +410,12 @@ def _has_numbers(x: Any) -> bool:
 def _is_clear(x: Any, batch: int) -> bool:
     """Whether the samples can stand in one dimension alone."""
     return _has_numbers(x) and list(x.shape).count(batch) == 1
+
+
+def _has_no_half(whole: Any, of_half: Any, batch: int) -> bool:
+    """Whether a result has B rows for half of the samples as well, and others than for all, as a product of pairs."""
+    is_whole = _is_clear(whole, batch) and _has_numbers(of_half) and whole.shape == of_half.shape
+    return is_whole and not near(whole.detach(), of_half, 1.0)
 
 
 def _is_like(plain: Tensor, result: Tensor) -> bool:

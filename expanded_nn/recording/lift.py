@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from expanded_nn.common.modes import is_batched
+from expanded_nn.common.modes import function_modes, is_batched
+from expanded_nn.common.shared import stand_in
+from expanded_nn.common.steady import WithoutDropout
 
 Slot = tuple[nn.Module, str]
 
@@ -42,6 +44,7 @@ class LiftedCall:
         self, module: nn.Module, originals: Mapping[Slot, Tensor], structure: TreeSpec, dims: Sequence[int]
     ) -> None:
         self.module, self.originals, self.structure, self.dims = module, originals, structure, dims
+        self.modes = [mode for mode in function_modes() if isinstance(mode, WithoutDropout)]
         self.result: tuple[list[Any], TreeSpec] = ([], structure)  # its leaves, whose tensors are of all samples
 
     def __call__(self, batch: int, in_dims: Sequence[int | None], leaves: Sequence[Any]) -> tuple[Any, Any]:
@@ -52,7 +55,10 @@ class LiftedCall:
             dim = next(where) if isinstance(leaf, Tensor) else None
             whole.append(leaf if dim is None else _of_all_samples(leaf, dim, mapped, batch))
         args, kwargs = tree_unflatten(whole, self.structure)
-        with swapped(self.originals):
+        with ExitStack() as stack:
+            for mode in self.modes:  # it has let this call through as one function of torch's, whose inside it left
+                stack.enter_context(mode)
+            stack.enter_context(swapped(self.originals))
             self.result = tree_flatten(self.module.expanded_forward(*args, **kwargs))  # type: ignore[operator]
         outputs = [leaf for leaf in self.result[0] if isinstance(leaf, Tensor)]
         dims = self.module.sample_dims(len(outputs))  # type: ignore[operator]
@@ -148,7 +154,7 @@ def swapped(weights: Mapping[Slot, Tensor]) -> Iterator[None]:
     before = {(module, name): module._parameters[name] for module, name in weights}
     try:
         for (module, name), weight in weights.items():
-            module._parameters[name] = weight  # type: ignore[assignment]
+            module._parameters[name] = stand_in(weight)  # type: ignore[assignment]
         yield
     finally:
         for (module, name), parameter in before.items():

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from expanded_nn._errors import complaint, named
 from expanded_nn.common.meanwhile import meanwhile
+from expanded_nn.common.shared import is_parameter
 from expanded_nn.common.traced import is_traced, note_recorder
 from expanded_nn.recording.backward import Backward, in_transform, keeps_graph, running_backward, running_node
 from expanded_nn.recording.checkpoints import has_learned_to_loop, noted_passes, pass_of_recomputation
@@ -115,7 +116,7 @@ class Recorder:
         is_watched = self.leaves.is_watched
         for module, name, parameter in self._parameters():
             # a guest of functional_call is no nn.Parameter
-            if parameter.requires_grad and not is_watched(parameter) and isinstance(parameter, nn.Parameter):
+            if parameter.requires_grad and not is_watched(parameter) and is_parameter(parameter):
                 self._watched_leaf(parameter, module, name)
 
     def _watched_leaf(self, parameter: Tensor, module: nn.Module | None = None, name: str = "") -> Leaf:

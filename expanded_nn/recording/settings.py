@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import wraps
+from inspect import signature
+from typing import Any, Protocol, TypeVar, cast
 
 from torch import Tensor, nn
 
-from expanded_nn._errors import refuse_no_bool, refuse_no_count
+from expanded_nn._errors import complaint, refuse_no_bool, refuse_no_count
 from expanded_nn.common.batch import batch_dim
 from expanded_nn.recording.backward import Backward
 from expanded_nn.recording.leaf import Leaf, Leaves
 from expanded_nn.recording.passes import Pass, Passes
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -69,3 +73,19 @@ class RecorderLike(Protocol):
     def expand(self, parameter: Tensor) -> Tensor: ...
 
     def deliver(self, pass_: Pass, leaf: Leaf, rows: Tensor | None, *, stand_alone: bool = False) -> None: ...
+
+
+def refusing_other_settings(per_sample: Function) -> Function:
+    """Makes an unknown setting a `TypeError` that lists the settings; Python's own would name only that one."""
+    names = list(signature(per_sample).parameters)[2:]
+
+    @wraps(per_sample)
+    def switched(self: Any, *args: Any, **settings: Any) -> Any:
+        unknown = sorted(settings.keys() - {"mode", *names})
+        if unknown:
+            wanted = f"some of {', '.join(names)}"
+            remedy = "Correct the name; help(model.per_sample) says what each does."
+            raise TypeError(str(complaint("per_sample", f"there are no settings {unknown}", wanted, remedy)))
+        return per_sample(self, *args, **settings)
+
+    return cast(Function, switched)

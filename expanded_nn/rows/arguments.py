@@ -70,7 +70,7 @@ def refuse_other_weights(weights: Any, batch_size: int) -> None:
             "PerSampleGrads.sum",
             f"weights is {shown(weights)}" if shape is None else f"weights has shape {tuple(shape)}",
             f"a tensor of shape ({batch_size},)",
-            "Give one weight per sample.",
+            "Give one weight per sample. For several weightings W, (K, B), write torch.func.vmap(grads.sum)(W).",
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections import UserDict
 from collections.abc import Callable
@@ -241,7 +242,7 @@ def test_a_forward_is_compared_at_few_calls() -> None:
     for _ in range(31):
         model(torch.randn(6, 4))
     assert calls.count(3) == 2 * 5  # at the calls 0, 1, 3, 7, 15
-    assert calls.count(6) == 31 + 2 * 5
+    assert calls.count(6) == 31 + 2 * 5 + 1  # once also for the parameters that the plain one uses
     calls.clear()
     model(torch.randn(8, 4))
     assert calls == [8, 8, 4, 4, 8]  # a size that is new
@@ -403,3 +404,116 @@ def test_a_loss_of_class_texts_is_warned_of() -> None:
     ).per_sample()
     with pytest.warns(enn.PerSampleWarning, match="returns a number that is neither"):
         model(torch.randn(6, 4), torch.randn(6, 4))
+
+
+class Graph(nn.Module):
+    """Nodes with features, and what joins them."""
+
+    def __init__(self, join: Callable[[Tensor, Tensor], Tensor], has_scale: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.join = nn.Linear(4, 5), nn.Linear(5, 3), join
+        self.scale = nn.Parameter(torch.ones(())) if has_scale else None
+
+    def forward(self, x: Tensor, adjacency: Tensor) -> Tensor:
+        joined = self.second(self.join(adjacency, self.first(x)).relu())
+        return joined if self.scale is None else joined * self.scale
+
+
+JOINS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "product": lambda a, h: a @ h,
+    "attention": lambda a, h: a.softmax(1) @ h,
+    "einsum": lambda a, h: torch.einsum("ij,jd->id", a, h),
+    "linear": lambda a, h: F.linear(a, h.T),
+    "a part": lambda a, h: a[:, :3] @ h[:3],
+    "with themselves": lambda a, h: h + a @ h,
+    "sparse": lambda a, h: torch.sparse.mm(a.to_sparse(), h),
+}
+
+
+@pytest.mark.parametrize("has_scale", [False, True], ids=["layers alone", "own parameter"])
+@pytest.mark.parametrize("join", JOINS.values(), ids=JOINS)
+def test_samples_that_a_matrix_of_pairs_joins(join: Callable[[Tensor, Tensor], Tensor], has_scale: bool) -> None:
+    """Half of the samples have no matrix of their own; without these columns it has the results' shape."""
+    model = enn.convert(Graph(join, has_scale)).per_sample()
+    for n in (6, 7):
+        with pytest.raises(enn.PerSampleError, match=f"{IN_OTHER_ROWS}|it fails sample by sample|another result than"):
+            model(torch.randn(n, 4), torch.rand(n, n))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+def test_samples_that_a_sparse_matrix_joins(layout: torch.layout) -> None:
+    model = enn.convert(Graph(torch.sparse.mm, has_scale=False)).per_sample()
+    adjacency = torch.rand(6, 6).to_sparse(layout=layout)
+    with pytest.raises(enn.PerSampleError, match=IN_OTHER_ROWS):
+        model(torch.randn(6, 4), adjacency)
+
+
+class Gated(nn.Module):
+    """Gates that are zero at first, where the forward finds one by what it asks."""
+
+    def __init__(self, asks: Callable[[Any], bool]) -> None:
+        super().__init__()
+        self.layer, self.branch, self.asks = nn.Linear(4, 3), nn.Linear(4, 3), asks
+        self.gate, self.gates = nn.Parameter(torch.zeros(3)), nn.ParameterList([torch.zeros(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layer(x)
+        return result + (self.gate + self.gates[0]) * self.branch(x) if self.asks(self) else result
+
+
+ASKS: dict[str, Callable[[Any], bool]] = {
+    "a parameter": lambda m: isinstance(m.gate, nn.Parameter),
+    "in a list": lambda m: isinstance(m.gates[0], nn.Parameter),
+    "by a name": lambda m: m.get_parameter("gate") is m.gate,
+    "a tensor": lambda m: isinstance(m.gate, Tensor),
+    "a layer": lambda m: isinstance(m.branch, nn.Linear),
+}
+ASKS_CLASSES: dict[str, Callable[[Any], bool]] = {
+    "of a parameter": lambda m: type(m.gate) is nn.Parameter,
+    "of a layer": lambda m: type(m.branch) is nn.Linear,
+    "from a dict": lambda m: {nn.Linear: True}.get(type(m.branch), False),
+    "of itself": lambda m: type(m) is Gated,
+}
+
+
+@pytest.mark.parametrize("within", [False, True])
+@pytest.mark.parametrize("asks", ASKS.values(), ids=ASKS)
+def test_what_stands_in_for_a_parameter_is_one(asks: Callable[[Any], bool], within: bool) -> None:
+    gated = Gated(asks)
+    model = enn.convert(nn.Sequential(nn.Linear(4, 4), gated) if within else gated).per_sample(loss_reduction="sum")
+    for _ in range(3):
+        right(model, torch.randn(6, 4))
+    norms = enn.per_sample_grads(model).norms(per_parameter=True)
+    assert all(norm.min() > 0 for name, norm in norms.items() if "gate" in name)
+
+
+@pytest.mark.parametrize("draws", [False, True])
+@pytest.mark.parametrize("within", [False, True])
+@pytest.mark.parametrize("asks", ASKS_CLASSES.values(), ids=ASKS_CLASSES)
+def test_a_forward_that_asks_for_a_class(asks: Callable[[Any], bool], within: bool, draws: bool) -> None:
+    """It does not find the gates, which would stay zero; the results do not show that."""
+    layers = [nn.Dropout(0.5 if draws else 0.0), Gated(asks)]
+    model = enn.convert(nn.Sequential(nn.Linear(4, 4), *layers) if within else nn.Sequential(*layers)).per_sample()
+    with pytest.raises(enn.PerSampleError, match=r"its results do not depend on .*gate.*isinstance\(layer"):  # noqa: PT012
+        for _ in range(2):
+            model(torch.randn(6, 4)).sum().backward()
+
+
+def test_a_layer_that_is_left_out_by_chance() -> None:
+    """It draws what it uses anew in each forward, by torch or by Python."""
+
+    class Dropped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.dropout = nn.Linear(4, 4), nn.Linear(4, 4), nn.Dropout()
+
+        def forward(self, x: Tensor) -> Tensor:
+            if torch.rand(()) < 0.5:
+                x = x + self.first(self.dropout(x))
+            return x + self.second(x) if random.random() < 0.5 else x
+
+    model = enn.convert(Dropped()).per_sample()
+    for _ in range(20):
+        vars(model).pop("_past_comparisons", None)  # so that each call is the first one
+        model(torch.randn(6, 4))
