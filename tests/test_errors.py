@@ -166,7 +166,7 @@ class Graphs(nn.Module):
 NODES, EDGES = torch.ones(5, 3), torch.tensor([[0, 1, 4], [1, 2, 3]])
 NODES_REFUSED = (
     r"Graphs: its edge_index joins the rows of its input, .*not samples; .*"
-    r"one at a time, with per_sample\(False\).* per_sample\(batch_size=B\)"
+    r"one graph at a time, per_sample\(batch_size=1, .* per_sample\(batch_size=B\)"
 )
 
 
@@ -178,6 +178,23 @@ def graphs_told_apart_by_a_batch_vector() -> None:
 @refused(NODES_REFUSED)
 def a_graph_in_an_object() -> None:
     enn.convert(Graphs()).per_sample()(SimpleNamespace(x=NODES, edge_index=EDGES))
+
+
+class AsksForClass(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x) + (0 * self.second(x) if type(self.first) is nn.Linear else 0)
+
+
+@refused(
+    r"AsksForClass: its results do not depend on second\.weight, and those of the plain model do; wanted a forward "
+    r"that does the same in both\. .*isinstance\(layer, nn\.Linear\) in place of type\(layer\) is nn\.Linear"
+)
+def a_forward_that_asks_for_the_class_of_a_layer() -> None:
+    enn.convert(AsksForClass()).per_sample()(torch.randn(4, 3))
 
 
 @refused(r"Linear cannot be copied .*in place: convert\(model, inplace=True\)", enn.ConversionError)

@@ -136,9 +136,10 @@ class Forward:
                 self.recorder.name_of(self.module),
                 "its edge_index joins the rows of its input, which are the nodes of graphs, not samples",
                 "a sample in each row",
-                "Graphs side by side, which a batch vector tells apart, are not supported: give it one at a time, with "
-                "per_sample(False), or fill them up to (B, nodes, features). If each row is a sample, and all share "
-                "the graph, say so: per_sample(batch_size=B).",
+                "Graphs side by side, which a batch vector tells apart, are not supported. Call it with one graph at a "
+                'time, per_sample(batch_size=1, loss_reduction="sum"), and backward() after each: their rows append. '
+                "Or fill them up to (B, nodes, features). If each row is a sample, and all share the graph, say so: "
+                "per_sample(batch_size=B).",
             )
 
     def finish(self, result: Any) -> None:

@@ -221,19 +221,24 @@ class Halves:
                 return [] if with_graph else self._dims_of_results(is_random=is_random, with_graph=True)
             for reading in self._readings():
                 try:
-                    dims, strange = self._compared(reading, whole)
+                    told = self._compared(reading, whole)
                 except Exception:  # a forward may ask for so many samples
                     continue
-                if dims is not None and not strange:
-                    return dims
-                tried.append((dims, strange))
+                if told is not None and told[0] is not None and not told[1]:
+                    return told[0]
+                tried += [] if told is None else [told]
             if tried and not (is_random and self._has_other_chance(whole)):
                 dims, self.strange = max(tried, key=lambda found: found[0] is not None)
                 return dims
         return [self._samples_dim(result) if _is_clear(result, self.batch) else None for result in whole]
 
-    def _compared(self, dims: Sequence[int | None], whole: list[Any]) -> tuple[list[int | None] | None, list[int]]:
-        """`_dims_of_results`, where the samples stand in these dimensions of the arguments; and the strange numbers."""
+    def _compared(
+        self, dims: Sequence[int | None], whole: list[Any]
+    ) -> tuple[list[int | None] | None, list[int]] | None:
+        """`_dims_of_results`, where the samples stand in these dimensions of the arguments; and the strange numbers.
+
+        It is `None` where a result has B rows for half of the samples as well, so that they are others than its own.
+        """
         found: list[int | None] = [None] * len(whole)
         sums: dict[int, Any] = {place: 0 for place, x in enumerate(whole) if _has_numbers(x) and not x.dim()}
         for half in (self.half, [i for i in range(self.batch) if i not in self.half]):
@@ -244,7 +249,7 @@ class Halves:
                 pairs_of_results = list(zip(whole, of_half, strict=True))
                 found = [_place(*pair, half, self.batch) for pair in pairs_of_results]
                 if any(_has_no_half(*pair, self.batch) for pair in pairs_of_results):
-                    raise ValueError("these are other samples than those of the results")
+                    return None
             if MEET in found:
                 return None, []
             weights = torch.tensor([1.0, len(half) / self.batch])  # of a sum, and of a mean
@@ -413,7 +418,7 @@ def _is_clear(x: Any, batch: int) -> bool:
 
 
 def _has_no_half(whole: Any, of_half: Any, batch: int) -> bool:
-    """Whether a result has B rows for half of the samples as well, and others than for all, as a product of pairs."""
+    """Whether a result has B rows for half of the samples as well, and others than for all."""
     is_whole = _is_clear(whole, batch) and _has_numbers(of_half) and whole.shape == of_half.shape
     return is_whole and not near(whole.detach(), of_half, 1.0)
 

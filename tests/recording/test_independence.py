@@ -517,3 +517,28 @@ def test_a_layer_that_is_left_out_by_chance() -> None:
     for _ in range(20):
         vars(model).pop("_past_comparisons", None)  # so that each call is the first one
         model(torch.randn(6, 4))
+
+
+def test_graphs_one_at_a_time() -> None:
+    """What the error about nodes says: each graph is one sample, whatever its nodes, and the rows append."""
+
+    class Convolved(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 5), nn.Linear(5, 2)
+
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            hidden = self.first(x)
+            start, end = edge_index
+            return self.second((hidden + torch.zeros_like(hidden).index_add(0, end, hidden[start])).relu()).mean(0)
+
+    plain = Convolved()
+    model = enn.convert(plain).per_sample(batch_size=1, loss_reduction="sum")
+    graphs = [(torch.randn(n, 4), torch.randint(n, (2, 2 * n))) for n in (4, 3, 5, 4, 1)]
+    for _ in range(2):
+        model.zero_grad()
+        for graph in graphs:
+            model(*graph).sin().sum().backward()
+        rows = [torch.autograd.grad(plain(*graph).sin().sum(), [*plain.parameters()]) for graph in graphs]
+        names = [name for name, _ in plain.named_parameters()]
+        assert_close_rows(rows_of(model), dict(zip(names, map(torch.stack, zip(*rows, strict=True)), strict=True)))
