@@ -162,7 +162,8 @@ class PerSampleGrads(Mapping[str, Tensor]):
     ) -> dict[str, Tensor]:
         """`sum_b weights[b] * row[b]` of each parameter, `(*shape)`; the plain sum without `weights`.
 
-        A row that is inf or NaN makes the sum so, even with the weight 0: choose the others by `rows(index)`.
+        A row that is inf or NaN makes the sum so, even with the weight 0: choose the others by `rows(index)`. Several
+        weightings W, `(K, B)`, at once: `torch.func.vmap(grads.sum)(W)`, `(K, *shape)` each.
 
         Raises:
             PerSampleError: If `weights` has another shape than `(B,)`.

@@ -239,6 +239,15 @@ def test_clipping_by_layer(reduction: str) -> None:
             torch.testing.assert_close(model.get_parameter(name).grad, clipped, rtol=1e-9, atol=1e-12)
 
 
+def test_several_weightings_at_once(case: tuple[nn.Module, Tensor, Tensor]) -> None:
+    model, x, _ = case
+    backward(model, x)
+    grads, weights = enn.per_sample_grads(model), torch.randn(3, len(x))
+    sums = torch.func.vmap(grads.sum)(weights)
+    for name, rows in dense(model).items():
+        torch.testing.assert_close(sums[name], torch.einsum("kb,b...->k...", weights, rows))
+
+
 def test_micro_batches_accumulate_clipped_sums_and_free_the_rows() -> None:
     plain = nn.Linear(7, 3)
     whole = enn.convert(plain).per_sample(loss_reduction="sum")
