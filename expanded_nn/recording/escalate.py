@@ -265,7 +265,7 @@ class _Attempts:
         again = "" if rolled_back else " What this forward had drawn or changed until then has happened twice."
         warn(
             f"{names}: runs sample by sample from now on{', in a loop' * loops}, each as a batch of one. Steps take "
-            "longer until a comparison shows that the whole batch can run at once. "
+            "longer, unless comparisons in the next ones find that the whole batch can run at once. "
             f"The reason: {new[0]._learned.why} {remedy}per_sample(escalate=False) makes it an error.{again}"
         )
 
