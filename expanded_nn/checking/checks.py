@@ -368,8 +368,10 @@ class Check:
         if numbers:
             problem = f"the parameters have {max(numbers)} rows, those of several forwards"
             remedy = (
-                "Make all calls of a step one pass: with expanded_nn.one_pass(model, batch_size=...). Keep the batch "
-                "in a dimension of its own. Where terms of the loss have samples of their own, check them one by one."
+                f"Make all calls of a step one pass: with expanded_nn.one_pass(model, {self.call.batch}). Keep the "
+                "batch in a dimension of its own. Where one call has several rows of each sample, as on "
+                "torch.cat([real, fake]), call the model with each part, in one pass. Where terms of the loss have "
+                "samples of their own, check them one by one."
             )
             self.complain("rows", self.who, problem, f"{self.call.batch} rows, one for each sample", remedy)
         return not numbers
