@@ -16,6 +16,7 @@ from weakref import ReferenceType
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution, Transform
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -195,7 +196,9 @@ class Look:
         if isinstance(value, LRScheduler) and not names.words.isdisjoint({"get_last_lr", "get_lr"}):
             names = names.joined(Names(frozenset({"_last_lr"})))
         elif isinstance(value, Optimizer):
-            names = Names(names.words & {"param_groups"})
+            names = Names(names.words & {"param_groups", "state", "defaults"})
+        elif isinstance(value, Distribution | Transform):  # whose own methods read them
+            names = names.joined(Names(frozenset(vars(value))))
         elif _finds_attributes(cls) and not is_the_users(cls):
             names = names.joined(names_in_class(cls))
         classes = (*value.__mro__, *cls.__mro__) if isinstance(value, type) else cls.__mro__

@@ -21,12 +21,16 @@ from expanded_nn.common.steady import OWN_STATE
 from expanded_nn.compiling.seen import Seen
 
 PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), range, torch.dtype, torch.device})
-_MADE_BY_LIBRARIES = "<string>", "<frozen ", "<attrs ", "<__array_function__ "  # not "<stdin>", nor a cell of IPython
+_MADE_BY_LIBRARIES = "<frozen ", "<attrs ", "<__array_function__ "  # not "<stdin>", nor a cell of IPython
 _NOT_THE_USERS = (
     *LIBRARIES,
     *(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")),
     *_MADE_BY_LIBRARIES,
 )
+
+# packages that steps are in: their code is the user's, where it is installed as well
+_OF_STEPS: set[str] = set()
+_LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", __name__.partition(".")[0]}
 
 _OF_ANY_MODULE = {*vars(nn.Module()), *OWN_STATE}
 _CACHED = type(cache(len))
@@ -93,6 +97,7 @@ class Referred:
         self.places: dict[int, list[Mapping[str, Any]]] = {}
         self.classes: dict[type, None] = {}
         while step is not None:
+            _note_package(step)
             self._look(step)
             if isinstance(step, partial):
                 self.bound.append(step)
@@ -291,7 +296,24 @@ def _function_behind(member: Any) -> Any:
 
 def is_written_by_users(value: Any) -> bool:
     """Whether a value is a function of the user's, and of no library."""
-    return isinstance(value, FunctionType) and not value.__code__.co_filename.startswith(_NOT_THE_USERS)
+    if not isinstance(value, FunctionType):
+        return False
+    code = value.__code__
+    if code.co_filename == "<string>":  # of `python -c` and `exec`, but for what a dataclass makes
+        return not code.co_name.startswith("__")
+    return not code.co_filename.startswith(_NOT_THE_USERS) or _package_of(value.__module__) in _OF_STEPS
+
+
+def _package_of(name: str | None) -> str:
+    return (name or "").partition(".")[0]
+
+
+def _note_package(step: Any) -> None:
+    """Notes the package of a step, whose code is the user's, installed or not."""
+    package = _package_of(getattr(step, "__module__", None))
+    if package not in _OF_STEPS | _LIBRARIES:
+        _OF_STEPS.add(package)
+        _is_the_users.cache_clear()
 
 
 def constants(namespace: Mapping[str, Any]) -> list[str]:
@@ -323,7 +345,8 @@ def is_the_users(value: ModuleType | type) -> bool:
 @cache
 def _is_the_users(module: ModuleType) -> bool:
     is_built_in = module.__name__ in sys.builtin_module_names
-    return not is_built_in and not (getattr(module, "__file__", None) or "").startswith(_NOT_THE_USERS)
+    is_installed = (getattr(module, "__file__", None) or "").startswith(_NOT_THE_USERS)
+    return not is_built_in and (not is_installed or _package_of(module.__name__) in _OF_STEPS)
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:

@@ -69,7 +69,7 @@ def _operations() -> Any:
     library = torch.library.Library("expanded_nn", "FRAGMENT")
     library.define("product(Tensor a, Tensor b) -> Tensor")
     library.impl("product", _product, "CompositeExplicitAutograd")
-    torch.library.register_fake("expanded_nn::product", lambda a, b: a.new_empty(len(a), b.shape[1]), lib=library)
+    torch.library.register_fake("expanded_nn::product", lambda a, b: a.new_empty(a.shape[0], b.shape[1]), lib=library)
     _LIBRARIES.append(library)  # the operation goes with it
     return torch.ops.expanded_nn
 

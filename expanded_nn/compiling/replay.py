@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -90,8 +90,9 @@ class Graph:
         self.changed = _changed(traced.graph)
         self.copied: set[int] | None = None
         self.digits, self.is_compared = _digits(traced.graph), False
+        places = _first_places(traced.graph)  # before the backend changes it
         with torch.no_grad(), without_autocast():
-            self.function = backend(traced.graph, [*traced.examples, *examples])
+            self.function = _with_same_results(backend(traced.graph, [*traced.examples, *examples]), places)
 
     def run(self, call: Call) -> tuple[str | None, Any]:
         """Runs the step. Returns which of the graph's assumptions did not hold, if any, and what the step returns.
@@ -104,8 +105,10 @@ class Graph:
         grads = [None if remake is None else remake(results) for _, remake in self.outcome.grads]
         if self.copied is None:
             self.copied = _with_shared_memory(grads, [*inputs, *results])
-        for index in self.copied:
-            grads[index] = cast(Tensor, grads[index]).clone()
+        if self.copied:
+            copies = {id(grads[index]): cast(Tensor, grads[index]).clone() for index in self.copied}
+            grads = [copies.get(id(grad), grad) for grad in grads]
+            results = [copies.get(id(value), value) for value in results]
         self.outcome.put(self.inputs.owners(call), grads, results, call.arguments)
         return None, self.outcome.result(results)
 
@@ -119,6 +122,8 @@ class Graph:
         inputs = self.inputs.of(call)
         if self.free_dims:
             inputs += [call.shapes[number][dim] for number, dim in self.free_dims]
+        if self.changed and not isinstance(self.function, fx.GraphModule) and _overlap(inputs, self.changed):
+            return "what it changes in place shares its memory with another tensor", inputs, (), lambda: None
         saved = [(inputs[index], inputs[index].detach().clone()) for index in self.changed]
         states = RandomStates(()) if self.draws else None
 
@@ -131,8 +136,14 @@ class Graph:
 
         set_grad_enabled(False)
         try:
-            with without_autocast():  # the graph has the casts that it made
-                results = self.function(*inputs)
+            try:
+                with without_autocast():  # the graph has the casts that it made
+                    results = self.function(*inputs)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # as of a label out of range, of which the step itself says more
+                undo()
+                return f"its graph raises {type(error).__name__} (the step itself does not)", inputs, (), undo
             assumed = self.outcome.assumed
             if assumed is not None and not bool(results[assumed + 1]):
                 undo()
@@ -166,10 +177,32 @@ def _digits(graph: fx.GraphModule) -> float:
     return max(eps, 2.0**-10) if is_coarse and torch.float32 in dtypes else eps
 
 
-def _with_shared_memory(grads: Sequence[Tensor | None], values: Sequence[Any]) -> set[int]:
-    """The indices of the gradients whose numbers are those of another tensor as well, as a compiler may decide."""
+def _first_places(graph: fx.GraphModule) -> list[int] | None:
+    """For each result the index of the first one that is the same; `None` where none are."""
+    (results,) = next(node for node in graph.graph.nodes if node.op == "output").args
+    first: dict[Any, int] = {}
+    places = [
+        first.setdefault(node if isinstance(node, fx.Node) else index, index) for index, node in enumerate(results)
+    ]
+    return places if len(first) < len(places) else None
+
+
+def _with_same_results(function: Callable[..., Any], places: list[int] | None) -> Callable[..., Any]:
+    """Lets a graph give one tensor where results are the same: a step may return the `.grad` that it leaves."""
+    if places is None:
+        return function
+
+    def run(*inputs: Any) -> list[Any]:
+        results = function(*inputs)
+        return [results[place] for place in places]
+
+    return run
+
+
+def _overlapping(tensors: Iterable[Any]) -> set[int]:
+    """The ids of the tensors whose memory reaches into that of another one."""
     spans: dict[int, tuple[int, int]] = {}  # of each tensor, the addresses from its first number to its last
-    for tensor in (*grads, *values):
+    for tensor in tensors:
         if isinstance(tensor, Tensor) and tensor.layout is torch.strided and tensor.numel():
             extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
             spans[id(tensor)] = tensor.data_ptr(), tensor.data_ptr() + extent * tensor.element_size()
@@ -179,7 +212,18 @@ def _with_shared_memory(grads: Sequence[Tensor | None], values: Sequence[Any]) -
             shared |= {key, farthest}
         if end > last:
             farthest, last = key, end
-    uses = Counter(map(id, grads))
+    return shared
+
+
+def _overlap(inputs: Sequence[Any], changed: Sequence[int]) -> bool:
+    """Whether an input that a graph changes shares its memory with another one, which compilers leave aside."""
+    shared = _overlapping(inputs)
+    return any(id(inputs[index]) in shared for index in changed)
+
+
+def _with_shared_memory(grads: Sequence[Tensor | None], values: Sequence[Any]) -> set[int]:
+    """The indices of the gradients whose numbers are those of another tensor as well, as a compiler may decide."""
+    shared, uses = _overlapping((*grads, *values)), Counter(map(id, grads))
     return {i for i, grad in enumerate(grads) if grad is not None and (id(grad) in shared or uses[id(grad)] > 1)}
 
 
