@@ -137,7 +137,7 @@ class Escalation:
         forward, refused = partial(self._called, module), None
         if batch is not None and past.are_due(batch) and (past.calls or not module.compares_first):
             is_first = past.calls == module.compares_first
-            refused = Halves(module, forward, (args, kwargs), batch, past.calls, is_first=is_first).refusal()
+            refused = Halves(module, forward, (args, kwargs), batch, past.calls).refusal(is_first=is_first)
         result = forward(args, kwargs)  # a layer that refuses its input says more
         if refused is not None:
             self.has_met = True

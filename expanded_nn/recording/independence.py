@@ -90,23 +90,14 @@ class Halves:
         arguments: Its arguments, and those by keyword.
         batch: B.
         number: That of the call, which says at random which samples are compared.
-        is_first: Whether it is the first such comparison.
     """
 
     def __init__(
-        self,
-        module: Any,
-        forward: Callable[[Any, Any], Any],
-        arguments: Any,
-        batch: int,
-        number: int,
-        *,
-        is_first: bool,
+        self, module: Any, forward: Callable[[Any, Any], Any], arguments: Any, batch: int, number: int
     ) -> None:
         self.module, self.forward, self.batch, self.recorder = module, forward, batch, module._recorder
         chance = Random(number)  # not a generator that somebody else draws from
         self.half = sorted(chance.sample(range(batch), batch // 2))
-        self.is_first = is_first
         self.arguments, self.leaves = arguments, leaves_of(arguments, _is_packed)
         self.dims = list(map(self._samples_dim, self.leaves))
         self.strange: list[int] = []  # numbers among the results that are neither a mean nor a sum over the samples
@@ -124,10 +115,11 @@ class Halves:
         has_samples = self.batch > 1 and self.dims.count(None) < len(self.dims)
         return has_samples and not any(map(is_sharded, self.module.modules())) and all(map(_is_open, self.leaves))
 
-    def refusal(self) -> PerSampleError | None:
+    def refusal(self, *, is_first: bool) -> PerSampleError | None:
         """The error where the samples' results, or their gradients, depend on each other.
 
-        Nothing is said where the forward fails, or where half of the samples have results of another shape.
+        In the first comparison also where the plain forward uses a parameter that this one leaves out. Nothing is said
+        where the forward fails, or where half of the samples have results of another shape.
         """
         if not self._may_run():
             return None
@@ -148,7 +140,7 @@ class Halves:
             parameter = None if dims is None or has_hooks else self._seen_by_others(whole, dims)
             is_clear, unused = dims is not None and parameter is None, None
             has_strange = is_clear and any(whole[number].requires_grad for number in self.strange)
-            if is_clear and self.is_first:
+            if is_clear and is_first:
                 used = _leaves_of(whole)
                 del whole  # there is no memory for two graphs
                 unused = self._unused(used, is_random=is_random)
@@ -159,14 +151,7 @@ class Halves:
             name, layer = self.recorder.name_of(parameter), self.recorder.holder_of(parameter)
             return self._refusal(f"gradients of samples by {name} are in the rows of others", layer)
         if unused is not None:
-            return complaint(
-                self.recorder.name_of(self.module),
-                f"its results do not depend on {self.recorder.name_of(unused)}, and those of the plain model do",
-                "a forward that does the same in both",
-                "It may ask for the class of a layer or of a parameter, which is another one here: ask "
-                "isinstance(layer, nn.Linear) in place of type(layer) is nn.Linear, and p is not None in place of "
-                "type(p) is nn.Parameter. per_sample(compare=False) leaves this comparison out.",
-            )
+            return self._refusal_of_unused(unused)
         if has_strange:
             self._warn_of_number()
         return None
@@ -190,6 +175,16 @@ class Halves:
             "samples meet. A loss that needs several samples has no per-sample gradients. per_sample(compare=False) "
             "leaves this comparison out.",
             refused_by=by,
+        )
+
+    def _refusal_of_unused(self, parameter: Tensor) -> PerSampleError:
+        return complaint(
+            self.recorder.name_of(self.module),
+            f"its results do not depend on {self.recorder.name_of(parameter)}, and those of the plain model do",
+            "a forward that does the same in both",
+            "It may ask for the class of a layer or of a parameter, which is another one here: ask isinstance(layer, "
+            "nn.Linear) in place of type(layer) is nn.Linear, and likewise for a parameter. "
+            "per_sample(compare=False) leaves this comparison out.",
         )
 
     def _readings(self) -> list[Dims]:

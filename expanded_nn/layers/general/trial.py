@@ -226,7 +226,7 @@ class Trial:
             "samples that do not depend on each other, and arguments whose rows are the samples",
             "Do what mixes samples (a mean over the batch, a similarity of all pairs) outside of the module. Call the "
             "model with shared_by_all(x) for an argument that all samples share, and make a table a buffer. Draw "
-            "random numbers by torch.",
+            "random numbers by torch. A loss that needs several samples has no per-sample gradients.",
             refused_by=self.module,  # around it, B rows by chance may be a dimension that all share
         )
 
