@@ -5,18 +5,26 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-_STANDS_IN = object()
 
+def stand_in(weight: Any, parameter: Any) -> Any:
+    """Lets a tensor pass for the parameter whose place it takes, where a forward asks `isinstance(x, nn.Parameter)`.
 
-def stand_in(weight: Tensor) -> Tensor:
-    """Lets a tensor pass for the parameter whose place it takes, where a forward asks `isinstance(x, nn.Parameter)`."""
-    cast(Any, weight)._is_param = _STANDS_IN  # what that asks for, of any class of tensors
+    A parameter that takes the place of what stood in for it is left as it is.
+    """
+    if is_parameter(parameter) and not isinstance(weight, nn.Parameter):
+        weight._is_param = True  # what that asks for, of any class of tensors
+        weight._stands_for = parameter
     return weight
+
+
+def stood_for(x: Any) -> Any:
+    """The parameter whose place a tensor takes; anything else is given back."""
+    return vars(x).get("_stands_for", x) if isinstance(x, Tensor) else x
 
 
 def is_parameter(x: Any) -> bool:
     """Whether it is a parameter, and nothing that stands in for one."""
-    return isinstance(x, nn.Parameter) and vars(x).get("_is_param") is not _STANDS_IN
+    return isinstance(x, nn.Parameter) and stood_for(x) is x
 
 
 def is_shared(*weights: Tensor | None) -> bool:

@@ -19,7 +19,7 @@ from expanded_nn._errors import PerSampleError, complaint, named, refuse_other_k
 from expanded_nn.common.batch import batch_of, data_in, in_order, tensors
 from expanded_nn.common.meanwhile import meanwhile
 from expanded_nn.common.modes import WithoutSelection, is_selective, outside_of_graph, unseen
-from expanded_nn.common.shared import as_no_view
+from expanded_nn.common.shared import as_no_view, stood_for
 from expanded_nn.modules import layout
 from expanded_nn.modules.twin_class import as_untouched, new_twin, twin_class, unpickled_graph
 from expanded_nn.recording.escalate import Learned
@@ -161,6 +161,7 @@ class PerSampleModule(nn.Module):
         return self._recorder is None or self._recorder.settings.batch_first
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        param = stood_for(param)  # a forward may give it a second name
         super().register_parameter(name, param)
         if self._recorder is not None and param is not None:
             self._recorder.add_member(param)

@@ -154,7 +154,7 @@ def swapped(weights: Mapping[Slot, Tensor]) -> Iterator[None]:
     before = {(module, name): module._parameters[name] for module, name in weights}
     try:
         for (module, name), weight in weights.items():
-            module._parameters[name] = stand_in(weight)  # type: ignore[assignment]
+            module._parameters[name] = stand_in(weight, before[module, name])
         yield
     finally:
         for (module, name), parameter in before.items():

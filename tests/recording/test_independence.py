@@ -488,6 +488,32 @@ def test_what_stands_in_for_a_parameter_is_one(asks: Callable[[Any], bool], with
     assert all(norm.min() > 0 for name, norm in norms.items() if "gate" in name)
 
 
+@pytest.mark.parametrize("place", ["a new name", "a name that was None"])
+@pytest.mark.parametrize("within", [False, True])
+def test_a_forward_that_gives_a_parameter_a_second_name(within: bool, place: str) -> None:
+    """As torch does, it becomes a parameter under that name, and no tensor of one sample is kept."""
+
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.scale = nn.Linear(4, 3), nn.Parameter(torch.ones(3))
+            if place != "a new name":
+                self.last = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.last = self.scale
+            return self.layer(x) * self.scale
+
+    named = Named()
+    model = enn.convert(nn.Sequential(nn.Linear(4, 4), named) if within else named).per_sample(loss_reduction="sum")
+    for _ in range(3):
+        right(model, torch.randn(6, 4))
+    inner = model[1] if within else model
+    assert inner.last is inner.scale
+    assert type(inner.scale) is nn.Parameter
+    assert not {"_is_param", "_stands_for"} & vars(inner.scale).keys()
+
+
 @pytest.mark.parametrize("draws", [False, True])
 @pytest.mark.parametrize("within", [False, True])
 @pytest.mark.parametrize("asks", ASKS_CLASSES.values(), ids=ASKS_CLASSES)
