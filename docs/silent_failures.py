@@ -449,6 +449,31 @@ STEPS = [
         "error, by name",
         f"{TRUST}test_gradient_without_rows_is_refused_by_name",
     ),
+    (
+        "A forward asks `isinstance(self.gate, nn.Parameter)`, and the gate is zero at first",
+        "right",
+        "tests/recording/test_independence.py::test_what_stands_in_for_a_parameter_is_one",
+    ),
+    (
+        "A forward asks `type(self.layer) is nn.Linear`, and leaves out a parameter that is zero at first",
+        "error, by name, at the first or second call",
+        "tests/recording/test_independence.py::test_a_forward_that_asks_for_a_class",
+    ),
+    (
+        "Nodes of a graph are the samples, joined by a matrix that the model is called with, dense or sparse",
+        "error",
+        "tests/recording/test_independence.py::test_samples_that_a_matrix_of_pairs_joins",
+    ),
+    (
+        "A compiled step changes windows of one series in place, which lie elsewhere at each call",
+        "right, eagerly",
+        "tests/test_compiled_memory.py::test_windows_of_one_tensor_that_the_step_changes",
+    ),
+    (
+        "A compiled step returns `.grad`, to which the script adds noise",
+        "right",
+        "tests/test_compiled_memory.py::test_the_gradient_that_is_returned_is_the_one_that_is_set",
+    ),
 ]
 
 HEAD = """\
@@ -489,8 +514,9 @@ STEPS_HEAD = """
 Rows may also go wrong between the forwards: a parameter gets a gradient that no row is a part of, which clipping would
 leave as large as it is, or rows of an earlier step stay. These cases are about how a library holds rows from step to
 step, so they are not compared with others. *Right* means that all rows agree with the loop; an *error* says what to
-write instead. The tests are in `tests/recording/test_trust.py`, `tests/test_silent_failures.py`, `tests/test_whole.py`,
-`tests/test_folded.py`, `tests/test_escalation.py` and `tests/test_errors.py`.
+write instead. The tests are in `tests/recording/test_trust.py` and `test_independence.py`, and in `tests/`:
+`test_silent_failures.py`, `test_whole.py`, `test_folded.py`, `test_escalation.py`, `test_errors.py` and
+`test_compiled_memory.py`.
 """
 
 
