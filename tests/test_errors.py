@@ -1246,6 +1246,16 @@ def a_buffer_that_is_written() -> None:
     own(lambda self, x: x * self.scale + self.seen.add_(x[0]))
 
 
+@refused(r"Own: its forward registers a hook on a tensor.*Write it as a torch\.autograd\.Function, or move")
+def a_hook_on_a_tensor_of_one_sample() -> None:
+    def forward(module: Any, x: Tensor) -> Tensor:
+        y = x * module.scale
+        y.register_hook(lambda gradient: -gradient)
+        return y
+
+    enn.convert(Own(forward)).per_sample(escalate=False)(torch.ones(2, 4))
+
+
 @refused(r"0\.layer \(Own\): its forward looks up bags by offsets.*Give the bags to EmbeddingBag as a 2-D input")
 def bags_by_offsets_inside() -> None:
     words = torch.randint(5, (SAMPLES, 4))

@@ -935,3 +935,29 @@ def test_the_warning_points_to_the_call() -> None:
     with pytest.warns(enn.PerSampleWarning) as said:
         model(x)
     assert linecache.getline(said[0].filename, said[0].lineno).strip() == "model(x)"
+
+
+@pytest.mark.parametrize("within", [False, True])
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_hook_on_a_tensor_in_the_forward(asks: bool, within: bool) -> None:
+    """As a layer that turns gradients around has it, for domains that are to look alike."""
+
+    class Reversed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.rand(D))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * self.scale
+            if not asks or y.requires_grad:
+                y.register_hook(lambda gradient: -2 * gradient)
+            return y * self.scale
+
+    plain = nn.Sequential(nn.Linear(D, D), Reversed()) if within else Reversed()
+    model, x = enn.convert(plain).per_sample(loss_reduction="sum"), torch.randn(5, D)
+    with pytest.warns(enn.PerSampleWarning, match=r"in a loop.*registers a hook on a tensor"):
+        total_loss(model, Call((x,))).backward()
+    for _ in range(2):
+        model.zero_grad()
+        total_loss(model, Call((x,))).backward()
+        assert_close_rows(rows_of(model), loop(plain, Call((x,)), 5))

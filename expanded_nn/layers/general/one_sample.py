@@ -59,6 +59,12 @@ class OneSample(TorchFunctionMode):
             return self._requires_grad(func, *args, **kwargs)
         if func in _DERIVATIVES:
             return self._derivatives(func, args, kwargs)
+        if func is Tensor.register_hook and is_of_one_sample(args[0]):
+            self._refuse(
+                "its forward registers a hook on a tensor, which of one sample has no gradient while vmap runs",
+                "gradients that no hook changes, or a Function",
+                "Write it as a torch.autograd.Function, or move the parameter into a small module of its own.",
+            )
         if func is F.linear:
             return _linear(*args, **kwargs)
         if func is Tensor.view:
@@ -198,7 +204,7 @@ _MAKES.update(functions("new_zeros", "new_ones", "new_full", "new_empty"))
 _DERIVATIVES = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
 _ASKS = set(attributes("requires_grad"))
 _REQUIRES = {*_ASKS, Tensor.requires_grad_, Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
-_CORRECTED = {Tensor.view, F.embedding, F.embedding_bag, F.linear, F.scaled_dot_product_attention}
+_CORRECTED = {Tensor.register_hook, Tensor.view, F.embedding, F.embedding_bag, F.linear, F.scaled_dot_product_attention}
 _CORRECTED |= _DERIVATIVES | _REQUIRES
 
 
