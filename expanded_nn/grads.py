@@ -213,9 +213,10 @@ class PerSampleGrads(Mapping[str, Tensor]):
             other = self
         elif not isinstance(other, PerSampleGrads):
             refuse_no_rows("PerSampleGrads.gram", "other", other)
-            other = PerSampleGrads(other)
         with no_torch_function():
             refuse_others("gram", self._rows, other, 1)
+            if not isinstance(other, PerSampleGrads):
+                other = PerSampleGrads(other)
             if per_position:
                 return self._gram_by_position(other)
             own_rows = self._real()

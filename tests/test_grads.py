@@ -239,6 +239,15 @@ def test_clipping_by_layer(reduction: str) -> None:
             torch.testing.assert_close(model.get_parameter(name).grad, clipped, rtol=1e-9, atol=1e-12)
 
 
+def test_inner_products_with_a_mean(case: tuple[nn.Module, Tensor, Tensor]) -> None:
+    model, x, _ = case
+    backward(model, x)
+    grads = enn.per_sample_grads(model)
+    with pytest.raises(enn.PerSampleError, match=r"gram: .* belongs into matvec\(vectors\)"):
+        grads.gram(grads.mean())
+    torch.testing.assert_close(grads.matvec(grads.mean()), grads.gram().mean(1))
+
+
 def test_several_weightings_at_once(case: tuple[nn.Module, Tensor, Tensor]) -> None:
     model, x, _ = case
     backward(model, x)

@@ -54,11 +54,13 @@ def refuse_others(method: str, rows: Mapping[str, Tensor], other: Mapping[str, T
     for name, parameter_rows in rows.items():
         shape = other[name].shape
         if shape[dims:] != parameter_rows.shape[1:]:
+            is_vector = dims and shape == parameter_rows.shape[1:]
             raise complaint(
                 f"PerSampleGrads.{method}",
                 f"{name!r} has the shapes {tuple(parameter_rows.shape[1:])} and {tuple(shape[dims:])}",
                 "the same parameters",
-                "Take both from one model, or from copies of it.",
+                "Take both from one model, or from copies of it."
+                + " A vector of the parameters' shapes, as a mean is, belongs into matvec(vectors)." * bool(is_vector),
             )
 
 
