@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import expanded_nn as enn
@@ -986,3 +987,41 @@ def test_samples_that_depend_on_values_are_the_tensor_from_before() -> None:
     assert len({id(other) for other in others}) == 9
     assert sum(map(len, memo.known.values())) == 4  # a mixture has others each time
     assert memo.same(None) is None
+
+
+@pytest.mark.filterwarnings("ignore::expanded_nn.PerSampleWarning")
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_weights_of_each_sample_in_a_module_that_folds(is_alone: bool) -> None:
+    """As in meta-learning, where a sample is a task of several images."""
+
+    class Tasks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3))
+
+        def forward(self, x: Tensor) -> Tensor:  # (tasks, shots, 1, 4, 4)
+            folded: Tensor = self.net(x.flatten(0, 1))
+            return folded.unflatten(0, x.shape[:2])
+
+    if is_alone:
+        enn.alone(Tasks)
+    plain = Tasks()
+    model = enn.convert(plain).per_sample()
+    x, query = torch.randn(4, 5, 1, 4, 4), torch.randn(4, 6, 1, 4, 4)
+    start = dict(model.named_parameters())
+    for _ in range(2):
+        loss = model(x).square().mean((1, 2)).mean()
+        torch.autograd.grad(loss, [*start.values()], create_graph=True)
+        own = {name: weight - 0.1 * weight.grad_sample for name, weight in start.items()}
+        found = functional_call(model, own, (query,))
+        outer = torch.autograd.grad(found.sin().sum(), [*start.values()])
+    weights = dict(plain.named_parameters())
+    results = []
+    for task in range(4):
+        inner = plain(x[task : task + 1]).square().mean()
+        grads = torch.autograd.grad(inner, [*weights.values()], create_graph=True)
+        of_task = {name: weight - 0.1 * grad for (name, weight), grad in zip(weights.items(), grads, strict=True)}
+        results.append(functional_call(plain, of_task, (query[task : task + 1],)))
+    expected = torch.cat(results)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(outer, torch.autograd.grad(expected.sin().sum(), [*weights.values()]))

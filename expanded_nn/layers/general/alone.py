@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from expanded_nn.common.modes import saved_tensors_are_packed
 from expanded_nn.common.steady import Attributes
 from expanded_nn.common.traced import is_traced
-from expanded_nn.layers.general.batched import NotInTable
 from expanded_nn.layers.general.gradients import Verdict
 from expanded_nn.layers.general.rule import General
 from expanded_nn.layers.general.trial import Way, Ways
@@ -26,8 +25,11 @@ class FoldedBatch(WholeBatch):
     """The forward of such a module, in which all parameters get a value per sample."""
 
     def suits(self) -> bool:
-        """Whether its graph may tell whose the rows of each layer are."""
-        return not is_traced() and not saved_tensors_are_packed()
+        """Whether its graph may tell whose the rows of each layer are.
+
+        No parameter may be sharded, or have a batch dimension of its own.
+        """
+        return not is_traced() and not saved_tensors_are_packed() and all(map(_is_plain, self.lent().values()))
 
     def by_known_way(self, ways: Ways) -> Any:
         """The result, if it went a known way; if not, what it has kept is taken back.
@@ -54,10 +56,11 @@ class FoldedBatch(WholeBatch):
 
     def lent(self) -> dict[Slot, Tensor]:
         """Likewise: those of all modules within."""
-        lent = parameters_of(modules_in(self.module))
-        if any(type(parameter) is not nn.Parameter for parameter in lent.values()):
-            raise NotInTable("a parameter that is sharded, or has a batch dimension of its own")
-        return lent
+        return parameters_of(modules_in(self.module))
+
+
+def _is_plain(parameter: Tensor) -> bool:
+    return type(parameter) is nn.Parameter
 
 
 class Alone(General):
