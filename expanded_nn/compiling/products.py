@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional as F
 
+from expanded_nn.common.operations import registered
 from expanded_nn.core import cost
 
 _PROBE = 512, 512  # the sizes of the matrices that are multiplied to see which library is faster
@@ -63,15 +64,11 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return _by_onednn(a, b) if cost.product_is_worth_layouts(m, k, n) else torch.mm(a, b)
 
 
+def _shape(a: Tensor, b: Tensor) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[1])
+
+
 @cache
 def _operations() -> Any:
     """The operation, registered when it is used for the first time."""
-    library = torch.library.Library("expanded_nn", "FRAGMENT")
-    library.define("product(Tensor a, Tensor b) -> Tensor")
-    library.impl("product", _product, "CompositeExplicitAutograd")
-    torch.library.register_fake("expanded_nn::product", lambda a, b: a.new_empty(a.shape[0], b.shape[1]), lib=library)
-    _LIBRARIES.append(library)  # the operation goes with it
-    return torch.ops.expanded_nn
-
-
-_LIBRARIES: list[torch.library.Library] = []
+    return registered([("product(Tensor a, Tensor b) -> Tensor", _product, _shape)])

@@ -122,7 +122,7 @@ class Graph:
         inputs = self.inputs.of(call)
         if self.free_dims:
             inputs += [call.shapes[number][dim] for number, dim in self.free_dims]
-        if self.changed and not isinstance(self.function, fx.GraphModule) and _overlap(inputs, self.changed):
+        if self.changed and not isinstance(self.function, fx.GraphModule) and _share_memory(inputs, self.changed):
             return "what it changes in place shares its memory with another tensor", inputs, (), lambda: None
         saved = [(inputs[index], inputs[index].detach().clone()) for index in self.changed]
         states = RandomStates(()) if self.draws else None
@@ -215,8 +215,11 @@ def _overlapping(tensors: Iterable[Any]) -> set[int]:
     return shared
 
 
-def _overlap(inputs: Sequence[Any], changed: Sequence[int]) -> bool:
-    """Whether an input that a graph changes shares its memory with another one, which compilers leave aside."""
+def _share_memory(inputs: Sequence[Any], changed: Sequence[int]) -> bool:
+    """Whether an input that a graph changes shares its memory with another one.
+
+    Compilers assume that inputs lie towards each other as in the trace.
+    """
     shared = _overlapping(inputs)
     return any(id(inputs[index]) in shared for index in changed)
 

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from expanded_nn.common.modes import is_autocast
+from expanded_nn.common.operations import registered
 from expanded_nn.common.traced import refuse_values
 from expanded_nn.layers.recurrent.equations import (
     RECURRENCES,
@@ -64,7 +64,6 @@ class Operations:
 @cache
 def _operations() -> Any:
     """The operations, registered when a recurrence is traced for the first time."""
-    library = torch.library.Library("expanded_nn", "FRAGMENT")
     operations: list[tuple[str, Callable[..., Any], Callable[..., Any]]] = [
         (
             "recurrence(str kind, bool cell, bool keep_gates, Tensor x, Tensor h0, Tensor? c0, Tensor?[] weights) "
@@ -85,15 +84,7 @@ def _operations() -> Any:
             lambda *_: None,
         ),
     ]
-    for schema, run, fake in operations:
-        name = library.define(schema).partition("(")[0]
-        library.impl(name, run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"expanded_nn::{name}", fake, lib=library)
-    _LIBRARIES.append(library)  # its operations go with it
-    return torch.ops.expanded_nn
-
-
-_LIBRARIES: list[torch.library.Library] = []
+    return registered(operations)
 
 
 def _run(kind: str, cell: bool, keep_gates: bool, x: Tensor, h0: Tensor, c0: Any, weights: Any) -> list[Tensor]:
