@@ -588,9 +588,8 @@ def test_graph_with_products_of_onednn(options: dict[str, bool], monkeypatch: py
     monkeypatch.setattr(cost, "LARGE_PRODUCT", 1)
     monkeypatch.setattr(cost, "SHORT_SIDE", 1)
     monkeypatch.setattr(enn, "compile", functools.partial(enn.compile, **options))
-    batches = [
-        (torch.randn(size, 128, dtype=torch.float32), torch.randint(128, (size,))) for size in (130, 130, 7, 131, 1)
-    ]
+    sizes = (130, 130, 7, 131, 132, 133, 0)
+    batches = [(torch.randn(size, 128, dtype=torch.float32), torch.randint(128, (size,))) for size in sizes]
     law(of_products, classified, batches, backend="inductor", most=4)
 
 
