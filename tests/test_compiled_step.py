@@ -588,7 +588,7 @@ def test_graph_with_products_of_onednn(options: dict[str, bool], monkeypatch: py
     monkeypatch.setattr(cost, "LARGE_PRODUCT", 1)
     monkeypatch.setattr(cost, "SHORT_SIDE", 1)
     monkeypatch.setattr(enn, "compile", functools.partial(enn.compile, **options))
-    sizes = (130, 130, 7, 131, 132, 133, 0)
+    sizes = (130, 130, *range(131, 139), 7, 0)
     batches = [(torch.randn(size, 128, dtype=torch.float32), torch.randint(128, (size,))) for size in sizes]
     law(of_products, classified, batches, backend="inductor", most=4)
 
