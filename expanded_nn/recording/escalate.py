@@ -136,8 +136,9 @@ class Escalation:
                 batch = module.samples_in(*args, **kwargs) if told is None else told
         forward, refused = partial(self._called, module), None
         if batch is not None and past.are_due(batch) and (past.calls or not module.compares_first):
-            is_first = past.calls == module.compares_first
-            refused = Halves(module, forward, (args, kwargs), batch, past.calls).refusal(is_first=is_first)
+            halves = Halves(module, forward, (args, kwargs), batch, past.calls)
+            refused = halves.refusal(is_first=not past.has_looked)
+            past.has_looked = past.has_looked or (halves.may_run() and torch.is_grad_enabled())
         result = forward(args, kwargs)  # a layer that refuses its input says more
         if refused is not None:
             self.has_met = True

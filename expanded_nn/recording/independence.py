@@ -38,6 +38,7 @@ from expanded_nn.recording.graph import leaves_behind
 from expanded_nn.recording.sharded import is_sharded
 
 MEET = -1  # in place of a dimension
+TRIES = 8  # of forwards that seem to leave a parameter out
 
 
 @dataclass
@@ -47,10 +48,12 @@ class PastComparisons:
     Attributes:
         calls: How many forwards there were.
         sizes: Those of their batches.
+        has_looked: Whether one has also looked for parameters that the forward leaves out.
     """
 
     calls: int = 0
     sizes: set[int | None] = field(default_factory=set)
+    has_looked: bool = False
 
     def are_due(self, batch: int) -> bool:
         """Whether samples are compared now: at the calls 0, 1, 3, 7, …, as values may lead them where they meet."""
@@ -110,7 +113,7 @@ class Halves:
         dim: int = self.recorder.settings.samples_dim(leaf.dim())
         return dim if leaf.shape[dim] == self.batch else None
 
-    def _may_run(self) -> bool:
+    def may_run(self) -> bool:
         """Whether the arguments can be copied, and a sample taken from them."""
         has_samples = self.batch > 1 and self.dims.count(None) < len(self.dims)
         return has_samples and not any(map(is_sharded, self.module.modules())) and all(map(_is_open, self.leaves))
@@ -121,7 +124,7 @@ class Halves:
         In the first comparison also where the plain forward uses a parameter that this one leaves out. Nothing is said
         where the forward fails, or where half of the samples have results of another shape.
         """
-        if not self._may_run():
+        if not self.may_run():
             return None
         with uncounted():
             try:
@@ -133,7 +136,7 @@ class Halves:
             if dims is not None and not is_random and not self._agrees_with_plain(whole):
                 what = (
                     "its results are not those of the plain model, as where it computes with len(x) of what all "
-                    "samples share, which has a copy for each of them, or asks whether type(layer) is nn.Linear"
+                    "samples share, which has a copy for each of them"
                 )
                 return self._refusal(what, self.recorder)
             has_hooks = any(map(_has_hooks, self.module.modules()))  # that a backward would call
@@ -232,7 +235,8 @@ class Halves:
     ) -> tuple[list[int | None] | None, list[int]] | None:
         """`_dims_of_results`, where the samples stand in these dimensions of the arguments; and the strange numbers.
 
-        It is `None` where a result has B rows for half of the samples as well, so that they are others than its own.
+        It is `None` where these may be the wrong dimensions: a result still has B rows when half of the samples are
+        taken there, and an argument has B in another one.
         """
         found: list[int | None] = [None] * len(whole)
         sums: dict[int, Any] = {place: 0 for place, x in enumerate(whole) if _has_numbers(x) and not x.dim()}
@@ -240,18 +244,24 @@ class Halves:
             pairs = zip(self.leaves, dims, strict=True)
             part = [leaf if dim is None else _taken(leaf, dim, half, self.batch) for leaf, dim in pairs]
             of_half, _ = self._run(self._plain, part)
-            if len(of_half) == len(whole):
-                pairs_of_results = list(zip(whole, of_half, strict=True))
+            pairs_of_results = list(zip(whole, of_half, strict=True)) if len(of_half) == len(whole) else []
+            if pairs_of_results:
                 found = [_place(*pair, half, self.batch) for pair in pairs_of_results]
-                if any(_has_no_half(*pair, self.batch) for pair in pairs_of_results):
-                    return None
             if MEET in found:
                 return None, []
+            if self._keeps_samples(dims) and any(_has_no_half(*pair, self.batch) for pair in pairs_of_results):
+                return None
             weights = torch.tensor([1.0, len(half) / self.batch])  # of a sum, and of a mean
             sums = {place: total + of_half[place] * weights.to(of_half[place]) for place, total in sums.items()}
         if [*dims] != self.dims:  # layers read the arguments in the usual way, and a number does not show whose it is
             return found, [*sums]
         return found, [place for place, both in sums.items() if not any(are_near(x, whole[place]) for x in both)]
+
+    def _keeps_samples(self, dims: Sequence[int | None]) -> bool:
+        """Whether an argument has B in a dimension in which no samples are taken, as a matrix of pairs has."""
+        pairs = zip(self.leaves, dims, strict=True)
+        arguments = [(x, dim) for x, dim in pairs if isinstance(x, Tensor) and not is_shared_by_all(x)]
+        return any(size == self.batch and place != dim for x, dim in arguments for place, size in enumerate(x.shape))
 
     def _agrees_with_plain(self, whole: list[Any]) -> bool:
         """Whether the forward gives what the plain one gives, so far as that tells: it may draw numbers by itself.
@@ -293,8 +303,7 @@ class Halves:
             return leaves_of(forward(args, kwargs), _is_packed)
 
     def _plain(self, args: Any, kwargs: Any) -> Any:
-        with self.module._as_untouched():
-            return type(self.module).forward(self.module, *args, **kwargs)  # not one that others have put around it
+        return type(self.module).forward(self.module, *args, **kwargs)  # not one that others have put around it
 
     @contextmanager
     def _plainly(self, *, is_random: bool, with_graph: bool) -> Iterator[None]:
@@ -306,19 +315,22 @@ class Halves:
     def _unused(self, used: set[Tensor], *, is_random: bool) -> Tensor | None:
         """A parameter that the forward does not use and the plain one does, if there is one.
 
-        Such a one would never be trained; where it is zero, the results do not tell.
+        Such a one would never be trained; where it is zero, the results do not tell. The plain one runs with the
+        classes from before `convert`. A forward may choose by chance or count its calls, so both run several times.
         """
-        chance = WithoutChance() if is_random else nullcontext()
+        chance, missed = WithoutChance() if is_random else nullcontext(), None
         try:
             with _without_fused_inference(), chance:
-                if is_random:  # it may choose its layers by chance
-                    used = _leaves_of(self._run(self.forward, self.leaves)[0])
-                with self.recorder.in_general_rule({}):
-                    plain, _ = self._run(self._plain, self.leaves)
-        except Exception:  # as with weights that come with a batch dimension
+                for _ in range(TRIES):
+                    with self.recorder.in_general_rule({}), self.module._as_untouched():
+                        plain = _leaves_of(self._run(self._plain, self.leaves)[0])
+                    missed = (plain if missed is None else missed & plain) - used
+                    if not missed:
+                        return None
+                    missed -= _leaves_of(self._run(self.forward, self.leaves)[0])
+        except Exception:  # as with weights that come with a batch dimension, or a method of the other class
             return None
-        missed = _leaves_of(plain) - used
-        return next((parameter for parameter in self.module.parameters() if parameter in missed), None)
+        return next((parameter for parameter in self.module.parameters() if missed and parameter in missed), None)
 
     def _seen_by_others(self, whole: list[Any], dims: list[int | None]) -> Tensor | None:
         """A parameter whose rows of some samples have gradients of other samples' results, if there is one."""

@@ -568,3 +568,64 @@ def test_graphs_one_at_a_time() -> None:
         rows = [torch.autograd.grad(plain(*graph).sin().sum(), [*plain.parameters()]) for graph in graphs]
         names = [name for name, _ in plain.named_parameters()]
         assert_close_rows(rows_of(model), dict(zip(names, map(torch.stack, zip(*rows, strict=True)), strict=True)))
+
+
+@pytest.mark.parametrize("detached", [False, True])
+@pytest.mark.parametrize("reduce", [lambda p: p.mean(0), lambda p: p.sum(0)], ids=["mean", "sum"])
+def test_a_statistic_with_as_many_entries_as_samples(reduce: Callable[[Tensor], Tensor], detached: bool) -> None:
+    """As a mixture of experts returns it beside its result; it is no result of the samples."""
+
+    class Mixture(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.layer = nn.Linear(4, 6), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor, mixes: bool = False) -> Any:
+            shares, y = self.gate(x).softmax(1), self.layer(x)
+            statistic = reduce(shares.detach() if detached else shares)
+            return (y - y.mean(0).detach() if mixes else y * shares[:, :1]), statistic
+
+    model = enn.convert(Mixture()).per_sample()
+    x = torch.randn(6, 4)
+    for _ in range(3):
+        model(x)[0].sum().backward()
+    with pytest.raises(enn.PerSampleError, match=MEETS):
+        enn.convert(Mixture()).per_sample()(x, mixes=True)
+
+
+def test_a_layer_whose_forward_was_wrapped() -> None:
+    """The wrapper has the forward of the converted class, which is none of the class before `convert`."""
+    model = enn.convert(Between(lambda h: h - h.mean(0))).per_sample()
+    forward = model.first.forward
+    model.first.forward = lambda *args: forward(*args)
+    with pytest.raises(enn.PerSampleError, match=MEETS):
+        model(torch.randn(6, 4))
+
+
+@pytest.mark.parametrize(
+    "of_numpy", [np.random.default_rng(0).random, random.SystemRandom().random], ids=["numpy", "system"]
+)
+def test_chance_that_nobody_puts_back_chooses_the_layers(of_numpy: Callable[[], float]) -> None:
+    """A branch that is zero at first is left out by chance, which is no other model."""
+
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.branch, self.gate = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+            nn.init.zeros_(self.gate.weight)
+            nn.init.zeros_(self.gate.bias)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.layer(x)
+            return x + self.gate(self.branch(x)) if of_numpy() < 0.5 else x
+
+    for _ in range(10):
+        enn.convert(Deep()).per_sample()(torch.randn(6, 4))
+
+
+def test_classes_are_asked_for_after_a_batch_of_one() -> None:
+    model = enn.convert(Gated(ASKS_CLASSES["of a layer"])).per_sample()
+    model(torch.randn(1, 4))
+    with pytest.raises(enn.PerSampleError, match=r"its results do not depend on .*gate"):  # noqa: PT012
+        for _ in range(2):
+            model(torch.randn(6, 4))
