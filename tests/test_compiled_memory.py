@@ -231,3 +231,85 @@ def test_a_distribution_whose_numbers_change(kind: Any) -> None:
         prior.scale = torch.tensor(1.0 if number < 3 else 3.0)
         model.zero_grad()
         torch.testing.assert_close(step(x), -prior.log_prob(model(x).detach()).mean())
+
+
+def test_columns_of_one_matrix_have_a_graph() -> None:
+    """They lie between each other, and have no number in common."""
+    model = twins()[0]
+    mean = torch.zeros(8, 8)
+    left, right = mean[:, :4], mean[:, 4:]
+
+    @enn.compile(backend=as_a_compiler)
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = trained(model, x, y)
+        with torch.no_grad():
+            left.mul_(0.9).add_(1)
+            right.sub_(left)
+        return loss
+
+    expected = torch.zeros(8, 8)
+    for number in range(5):
+        model.zero_grad()
+        step(*batch(number))
+        expected[:, :4] = 0.9 * expected[:, :4] + 1
+        expected[:, 4:] -= expected[:, :4]
+        torch.testing.assert_close(mean, expected)
+    assert graphs(step)
+
+
+def test_one_result_of_a_compiler_for_two_gradients() -> None:
+    """Each gets its own memory."""
+    p, q = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    model = twins()[0]
+
+    def joining(graph: Any, examples: Any) -> Callable[..., Any]:
+        def run(*inputs: Any) -> Any:
+            results = list(graph(*inputs))
+            first: list[Tensor] = []
+            for place, x in enumerate(results):
+                same = [y for y in first if isinstance(x, Tensor) and y.shape == x.shape and torch.equal(x, y)]
+                results[place] = same[0] if same else x
+                first += [x] if isinstance(x, Tensor) and not same else []
+            return results
+
+        return run
+
+    @enn.compile(backend=joining)
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), y) + (p * x.sum()).sum() + (q * x.sum()).sum()
+        loss.backward()
+        return loss.detach()
+
+    for number in range(4):
+        model.zero_grad()
+        p.grad = q.grad = None
+        step(*batch(number))
+        assert p.grad is not None
+        assert q.grad is not None
+        assert p.grad.data_ptr() != q.grad.data_ptr()
+
+
+def test_counters_of_an_optimizer_and_a_cache_of_a_transform() -> None:
+    """They change at each call, and the step does not read them."""
+    model = twins()[0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for parameter in model.parameters():
+        optimizer.state[parameter] = {"step": 0}
+    transform = distributions.ExpTransform(cache_size=1)
+    status = type("Status", (), {"state": 1.0})()
+
+    @enn.compile(backend="eager")
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        assert optimizer.param_groups
+        assert transform.bijective
+        loss = F.cross_entropy(model(x), y) * status.state
+        loss.backward()
+        return loss.detach()
+
+    for number in range(6):
+        model.zero_grad()
+        step(*batch(number))
+        transform(torch.randn(3))
+        for state in optimizer.state.values():
+            state["step"] += 1
+    assert len(graphs(step)) == 1

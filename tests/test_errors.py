@@ -1256,6 +1256,15 @@ def a_hook_on_a_tensor_of_one_sample() -> None:
     enn.convert(Own(forward)).per_sample(escalate=False)(torch.ones(2, 4))
 
 
+@refused(r"Own: its forward registers a hook on a parameter; wanted one that is registered outside")
+def a_hook_on_a_parameter_in_the_forward() -> None:
+    def forward(module: Any, x: Tensor) -> Tensor:
+        module.scale.register_hook(lambda gradient: -gradient)
+        return x * module.scale
+
+    enn.convert(Own(forward)).per_sample(escalate=False)(torch.ones(2, 4))
+
+
 @refused(r"0\.layer \(Own\): its forward looks up bags by offsets.*Give the bags to EmbeddingBag as a 2-D input")
 def bags_by_offsets_inside() -> None:
     words = torch.randint(5, (SAMPLES, 4))

@@ -961,3 +961,33 @@ def test_a_hook_on_a_tensor_in_the_forward(asks: bool, within: bool) -> None:
         model.zero_grad()
         total_loss(model, Call((x,))).backward()
         assert_close_rows(rows_of(model), loop(plain, Call((x,)), 5))
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_a_hook_on_a_parameter_in_the_forward(is_own: bool) -> None:
+    """Comparisons run the forward several times, and leave one hook."""
+
+    class Hooked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.is_done = nn.Linear(D, D), False
+            self.scale = nn.Parameter(torch.ones(D)) if is_own else None
+
+        def forward(self, x: Tensor) -> Tensor:
+            parameter = self.layer.weight if self.scale is None else self.scale
+            if not self.is_done:
+                self.is_done = True
+                parameter.register_hook(lambda gradient: 2 * gradient)
+            return self.layer(x) if self.scale is None else self.layer(x) * self.scale
+
+    plain = Hooked()
+    model, x = enn.convert(plain).per_sample(loss_reduction="sum"), torch.randn(5, D)
+    if is_own:
+        with pytest.raises(enn.PerSampleError, match="its forward registers a hook on a parameter"):
+            model(x)
+        return
+    for _ in range(3):
+        for each in (plain, model):
+            each.zero_grad()
+            each(x).sin().sum().backward()
+        assert_close(model.layer.weight.grad, plain.layer.weight.grad)

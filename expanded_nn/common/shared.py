@@ -9,7 +9,7 @@ from torch import Tensor, nn
 def stand_in(weight: Any, parameter: Any) -> Any:
     """Lets a tensor pass for the parameter whose place it takes, where a forward asks `isinstance(x, nn.Parameter)`.
 
-    A parameter that takes the place of what stood in for it is left as it is.
+    A parameter itself, which is put back into its place for a while, gets no mark.
     """
     if is_parameter(parameter) and not isinstance(weight, nn.Parameter):
         weight._is_param = True  # what that asks for, of any class of tensors

@@ -226,9 +226,11 @@ class Traces(Attributes):
 def without_traces(module: nn.Module, *, hooks: bool = True) -> Iterator[None]:
     """Takes back what a forward leaves in the attributes and buffers of a module, and of those within.
 
-    Without `hooks`, the forward hooks of the modules within it are not called.
+    So it does with the hooks that the forward registers on parameters. Without `hooks`, the forward hooks of the
+    modules within it are not called.
     """
     before = [(member, dict(vars(member))) for member in module.modules()]
+    of_parameters = [(parameter, {*_hooks_of(parameter)}) for parameter in module.parameters()]
     try:
         for member, attributes in before:
             vars(member).update({key: _copied(value) for key, value in attributes.items() if key not in OURS})
@@ -240,6 +242,17 @@ def without_traces(module: nn.Module, *, hooks: bool = True) -> Iterator[None]:
             learned = {key: vars(member)[key] for key in ("_trials",) if key in vars(member)}
             vars(member).clear()
             vars(member).update(attributes, **learned)
+        for parameter, hooks_before in of_parameters:
+            for table, key in {*_hooks_of(parameter)} - hooks_before:
+                del getattr(parameter, table)[key]
+
+
+def _hooks_of(parameter: Tensor) -> Iterator[tuple[str, int]]:
+    """The user's hooks on a parameter, each with the name of the table that it is in."""
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        for key, hook in (getattr(parameter, name) or {}).items():
+            if type(hook).__module__.partition(".")[0] != __name__.partition(".")[0]:  # the watch stays
+                yield name, key
 
 
 def copies(arguments: Any) -> Any:

@@ -218,7 +218,7 @@ def run_beside(
     if otherwise is not None:
         return otherwise, None, step(*args, **kwargs)
     outcome, comparison = graph.outcome, Comparison(graph.digits)
-    changed = [(inputs[index], inputs[index].detach().clone()) for index in graph.changed]
+    changed = [(inputs[index], inputs[index].detach().clone()) for index in graph.changed.indices]
     undo()
     owners = graph.inputs.owners(call)
     grads = [(owner, owner.grad, owner.requires_grad) for owner in owners if owner.is_leaf]

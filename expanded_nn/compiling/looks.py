@@ -196,9 +196,11 @@ class Look:
         if isinstance(value, LRScheduler) and not names.words.isdisjoint({"get_last_lr", "get_lr"}):
             names = names.joined(Names(frozenset({"_last_lr"})))
         elif isinstance(value, Optimizer):
-            names = Names(names.words & {"param_groups", "state", "defaults"})
-        elif isinstance(value, Distribution | Transform):  # whose own methods read them
-            names = names.joined(Names(frozenset(vars(value))))
+            of_parameters = [state for state in value.state.values() if isinstance(state, dict)]
+            looks_into = any(not names.words.isdisjoint(state) for state in of_parameters)  # or it has another `state`
+            names = Names(names.words & {"param_groups", "defaults", *(["state"] if looks_into else [])})
+        elif isinstance(value, Distribution | Transform):
+            names = names.joined(Names(frozenset(_parameters_of(value))))
         elif _finds_attributes(cls) and not is_the_users(cls):
             names = names.joined(names_in_class(cls))
         classes = (*value.__mro__, *cls.__mro__) if isinstance(value, type) else cls.__mro__
@@ -456,3 +458,11 @@ def _outside(value: Any) -> Hashable:
 
 def _are_filled(value: Any, slots: Sequence[str]) -> list[bool]:
     return [hasattr(value, name) for name in slots]
+
+
+def _parameters_of(value: Distribution | Transform) -> Iterator[str]:
+    """The attributes that the methods of a distribution or a transform read, without what these keep."""
+    constraints: Any = type(value).arg_constraints if isinstance(value, Distribution) else vars(value)
+    for name, attribute in vars(value).items():
+        if (name in constraints and not name.startswith("_")) or isinstance(attribute, Distribution | Transform | list):
+            yield name

@@ -28,7 +28,7 @@ _NOT_THE_USERS = (
     *_MADE_BY_LIBRARIES,
 )
 
-# packages that steps are in: their code is the user's, where it is installed as well
+# The packages of steps: all code in them is the user's, even if they are installed.
 _OF_STEPS: set[str] = set()
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", __name__.partition(".")[0]}
 
@@ -299,8 +299,8 @@ def is_written_by_users(value: Any) -> bool:
     if not isinstance(value, FunctionType):
         return False
     code = value.__code__
-    if code.co_filename == "<string>":  # of `python -c` and `exec`, but for what a dataclass makes
-        return not code.co_name.startswith("__")
+    if code.co_filename == "<string>":  # of `python -c` or `exec`, where it is no method that a dataclass has made
+        return "__create_fn__" not in getattr(code, "co_qualname", code.co_name) and code.co_name != "__new__"
     return not code.co_filename.startswith(_NOT_THE_USERS) or _package_of(value.__module__) in _OF_STEPS
 
 

@@ -66,7 +66,7 @@ class Graph:
         inputs: What it takes, but for sizes.
         draws: Whether it draws random numbers.
         free_dims: The dimensions of arguments whose sizes are inputs of their own.
-        changed: The indices of the inputs that it changes.
+        changed: The inputs that it changes.
         digits: The largest distance of neighbors, relative to their size, of a dtype that it computes in.
         is_compared: Whether its results were compared with those of the eager step; see `comparison.py`.
         copied: The indices of the gradients that share their memory with another tensor, and so are cloned; `None`
@@ -87,7 +87,7 @@ class Graph:
         self.free_dims = [dim for symbol, dim in self.sizes.symbols.items() if symbol not in numbers]
         examples = [traced.examples[number].shape[dim] for number, dim in self.free_dims]
         _add_inputs(traced.graph, examples)
-        self.changed = _changed(traced.graph)
+        self.changed = Changed(traced.graph)
         self.copied: set[int] | None = None
         self.digits, self.is_compared = _digits(traced.graph), False
         places = _first_places(traced.graph)  # before the backend changes it
@@ -105,10 +105,12 @@ class Graph:
         grads = [None if remake is None else remake(results) for _, remake in self.outcome.grads]
         if self.copied is None:
             self.copied = _with_shared_memory(grads, [*inputs, *results])
-        if self.copied:
-            copies = {id(grads[index]): cast(Tensor, grads[index]).clone() for index in self.copied}
-            grads = [copies.get(id(grad), grad) for grad in grads]
-            results = [copies.get(id(value), value) for value in results]
+        copies: dict[int, Tensor] = {}
+        for index in self.copied:
+            shared = cast(Tensor, grads[index])
+            grads[index] = shared.clone()
+            copies.setdefault(id(shared), cast(Tensor, grads[index]))
+        results = [copies.get(id(value), value) for value in results] if copies else results
         self.outcome.put(self.inputs.owners(call), grads, results, call.arguments)
         return None, self.outcome.result(results)
 
@@ -122,9 +124,9 @@ class Graph:
         inputs = self.inputs.of(call)
         if self.free_dims:
             inputs += [call.shapes[number][dim] for number, dim in self.free_dims]
-        if self.changed and not isinstance(self.function, fx.GraphModule) and _share_memory(inputs, self.changed):
+        if not isinstance(self.function, fx.GraphModule) and self.changed.share_memory(inputs, call.shapes):
             return "what it changes in place shares its memory with another tensor", inputs, (), lambda: None
-        saved = [(inputs[index], inputs[index].detach().clone()) for index in self.changed]
+        saved = [(inputs[index], inputs[index].detach().clone()) for index in self.changed.indices]
         states = RandomStates(()) if self.draws else None
 
         def undo() -> None:
@@ -189,7 +191,7 @@ def _first_places(graph: fx.GraphModule) -> list[int] | None:
 
 def _with_same_results(function: Callable[..., Any], places: list[int] | None) -> Callable[..., Any]:
     """Lets a graph give one tensor where results are the same: a step may return the `.grad` that it leaves."""
-    if places is None:
+    if places is None or isinstance(function, fx.GraphModule):  # which gives one tensor anyway
         return function
 
     def run(*inputs: Any) -> list[Any]:
@@ -204,8 +206,7 @@ def _overlapping(tensors: Iterable[Any]) -> set[int]:
     spans: dict[int, tuple[int, int]] = {}  # of each tensor, the addresses from its first number to its last
     for tensor in tensors:
         if isinstance(tensor, Tensor) and tensor.layout is torch.strided and tensor.numel():
-            extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-            spans[id(tensor)] = tensor.data_ptr(), tensor.data_ptr() + extent * tensor.element_size()
+            spans[id(tensor)] = tensor.data_ptr(), tensor.data_ptr() + _extent(tensor) * tensor.element_size()
     shared, farthest, last = set(), 0, 0  # the tensor that reaches farthest so far, and where it ends
     for key, (start, end) in sorted(spans.items(), key=lambda item: item[1]):
         if start < last:
@@ -215,13 +216,57 @@ def _overlapping(tensors: Iterable[Any]) -> set[int]:
     return shared
 
 
-def _share_memory(inputs: Sequence[Any], changed: Sequence[int]) -> bool:
-    """Whether an input that a graph changes shares its memory with another one.
+class Changed:
+    """The inputs that a graph changes in place.
 
-    Compilers assume that inputs lie towards each other as in the trace.
+    Attributes:
+        indices: Their indices.
+        places: Where the inputs of the last call were in memory, and the shapes of its arguments.
+        is_shared: Whether any of them shared its memory with another input there.
     """
-    shared = _overlapping(inputs)
-    return any(id(inputs[index]) in shared for index in changed)
+
+    def __init__(self, graph: fx.GraphModule) -> None:
+        self.indices = _changed(graph)
+        self.places: Any = None
+        self.is_shared = False
+
+    def share_memory(self, inputs: Sequence[Any], shapes: Any) -> bool:
+        """Whether one of them shares its memory with another input, which compilers know from the trace alone."""
+        if not self.indices:
+            return False
+        tensors = [x for x in inputs if isinstance(x, Tensor) and x.layout is torch.strided]
+        places = [x.data_ptr() for x in tensors], shapes
+        if places != self.places:
+            changed = [inputs[index] for index in self.indices]
+            others = _overlapping(tensors)
+            near = [x for x in tensors if id(x) in others]
+            self.is_shared = any(x is not y and _meet(x, y) for x in changed for y in near)
+            self.places = places
+        return self.is_shared
+
+
+def _meet(x: Any, y: Tensor) -> bool:
+    """Whether two tensors have a number in common; columns of one matrix have none, though they lie between each other.
+
+    Where that is not known it is true.
+    """
+    if x.layout is not torch.strided:
+        return True
+    spans = [(t.data_ptr(), t.data_ptr() + _extent(t) * t.element_size()) for t in (x, y)]
+    if max(start for start, _ in spans) >= min(end for _, end in spans):
+        return False
+    row = x.stride(0) if x.dim() else 0
+    if x.dtype != y.dtype or x.stride() != y.stride() or not row:
+        return True
+    first = min(x.storage_offset(), y.storage_offset())
+    starts = [(t.storage_offset() - first) % row for t in (x, y)]
+    ends = [start + _extent(t[:1]) for start, t in zip(starts, (x, y), strict=True)]
+    return bool(max(ends) > row or max(starts) < min(ends))
+
+
+def _extent(tensor: Tensor) -> int:
+    """How many places there are from a tensor's first number to its last."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _with_shared_memory(grads: Sequence[Tensor | None], values: Sequence[Any]) -> set[int]:

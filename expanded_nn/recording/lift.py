@@ -56,7 +56,7 @@ class LiftedCall:
             whole.append(leaf if dim is None else _of_all_samples(leaf, dim, mapped, batch))
         args, kwargs = tree_unflatten(whole, self.structure)
         with ExitStack() as stack:
-            for mode in self.modes:  # it has let this call through as one function of torch's, whose inside it left
+            for mode in self.modes:  # torch switches a mode off within a function that the mode was told of
                 stack.enter_context(mode)
             stack.enter_context(swapped(self.originals))
             self.result = tree_flatten(self.module.expanded_forward(*args, **kwargs))  # type: ignore[operator]

@@ -25,6 +25,7 @@ from expanded_nn.common.modes import (
     transforms,
     uncounted,
 )
+from expanded_nn.common.shared import stood_for
 from expanded_nn.layers.linear import linear
 from expanded_nn.modules.layout import refusal
 from expanded_nn.recording.lift import OfAllSamples
@@ -59,12 +60,8 @@ class OneSample(TorchFunctionMode):
             return self._requires_grad(func, *args, **kwargs)
         if func in _DERIVATIVES:
             return self._derivatives(func, args, kwargs)
-        if func is Tensor.register_hook and is_of_one_sample(args[0]):
-            self._refuse(
-                "its forward registers a hook on a tensor, which of one sample has no gradient while vmap runs",
-                "gradients that no hook changes, or a Function",
-                "Write it as a torch.autograd.Function, or move the parameter into a small module of its own.",
-            )
+        if func is Tensor.register_hook:
+            self._refuse_hook(args[0])
         if func is F.linear:
             return _linear(*args, **kwargs)
         if func is Tensor.view:
@@ -139,6 +136,20 @@ class OneSample(TorchFunctionMode):
                 f"its forward takes derivatives by torch.autograd, and vmap fails in them ({error})",
                 "derivatives of tensors that each sample has for itself",
                 "Take them by torch.autograd.grad, of tensors of the samples and by such tensors.",
+            )
+
+    def _refuse_hook(self, tensor: Tensor) -> None:
+        """Raises for a hook in the forward; a loop may follow one, but not on a parameter, which all samples share."""
+        remedy = "Write it as a torch.autograd.Function, or move the parameter into a small module of its own."
+        if stood_for(tensor) is not tensor:
+            raise refusal(
+                self.module, "its forward registers a hook on a parameter", "one that is registered outside", remedy
+            )
+        if is_of_one_sample(tensor):
+            self._refuse(
+                "its forward registers a hook on a tensor, and one sample's has no gradient of its own under vmap",
+                "no hooks, or a Function in their place",
+                remedy,
             )
 
     def _refuse_offsets(self) -> None:
