@@ -161,7 +161,9 @@ class PerSampleModule(nn.Module):
         return self._recorder is None or self._recorder.settings.batch_first
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        param = stood_for(param)  # a forward may give it a second name
+        if stood_for(param) is not param:  # a forward gives it a second name, which is the parameter's afterwards
+            self._parameters[name] = param
+            return
         super().register_parameter(name, param)
         if self._recorder is not None and param is not None:
             self._recorder.add_member(param)

@@ -13,7 +13,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from expanded_nn.common.modes import function_modes, is_batched
-from expanded_nn.common.shared import stand_in
+from expanded_nn.common.shared import stand_in, stood_for
 from expanded_nn.common.steady import WithoutDropout
 
 Slot = tuple[nn.Module, str]
@@ -159,6 +159,9 @@ def swapped(weights: Mapping[Slot, Tensor]) -> Iterator[None]:
     finally:
         for (module, name), parameter in before.items():
             module._parameters[name] = parameter
+        for module in {module for module, _ in before}:  # a forward may have given a parameter a second name
+            second = {name: x for name, x in module._parameters.items() if (module, name) not in before}
+            module._parameters.update({name: stood_for(x) for name, x in second.items() if stood_for(x) is not x})
 
 
 @contextmanager

@@ -489,8 +489,9 @@ def test_what_stands_in_for_a_parameter_is_one(asks: Callable[[Any], bool], with
 
 
 @pytest.mark.parametrize("place", ["a new name", "a name that was None"])
+@pytest.mark.parametrize("reads", [False, True])
 @pytest.mark.parametrize("within", [False, True])
-def test_a_forward_that_gives_a_parameter_a_second_name(within: bool, place: str) -> None:
+def test_a_forward_that_gives_a_parameter_a_second_name(within: bool, reads: bool, place: str) -> None:
     """As torch does, it becomes a parameter under that name, and no tensor of one sample is kept."""
 
     class Named(nn.Module):
@@ -502,7 +503,7 @@ def test_a_forward_that_gives_a_parameter_a_second_name(within: bool, place: str
 
         def forward(self, x: Tensor) -> Tensor:
             self.last = self.scale
-            return self.layer(x) * self.scale
+            return self.layer(x) * (self.last if reads else self.scale)
 
     named = Named()
     model = enn.convert(nn.Sequential(nn.Linear(4, 4), named) if within else named).per_sample(loss_reduction="sum")
