@@ -240,8 +240,9 @@ def without_traces(module: nn.Module, *, hooks: bool = True) -> Iterator[None]:
     finally:
         for member, attributes in before:
             learned = {key: vars(member)[key] for key in ("_trials",) if key in vars(member)}
-            vars(member).clear()
-            vars(member).update(attributes, **learned)
+            for name in vars(member).keys() - attributes.keys() - learned.keys():
+                del vars(member)[name]
+            vars(member).update(attributes, **learned)  # never empty, as another thread may run it for inference
         for parameter, hooks_before in of_parameters:
             for table, key in {*_hooks_of(parameter)} - hooks_before:
                 del getattr(parameter, table)[key]
