@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial, update_wrapper
 from types import FunctionType
@@ -21,7 +21,7 @@ from expanded_nn.common.meanwhile import meanwhile
 from expanded_nn.common.modes import WithoutSelection, is_selective, outside_of_graph, unseen
 from expanded_nn.common.shared import as_no_view, stood_for
 from expanded_nn.modules import layout
-from expanded_nn.modules.twin_class import as_untouched, new_twin, twin_class, unpickled_graph
+from expanded_nn.modules.twin_class import as_plain_graph, new_twin, twin_class, unpickled_graph, untouched
 from expanded_nn.recording.escalate import Learned
 from expanded_nn.recording.expand import Recompute
 from expanded_nn.recording.lift import lifted
@@ -151,9 +151,9 @@ class PerSampleModule(nn.Module):
         kind = next(base for base in type(self).__bases__ if issubclass(base, PerSampleModule))
         return kind if issubclass(kind, Root | self._alone_class) or issubclass(self._alone_class, kind) else None
 
-    def _as_untouched(self) -> AbstractContextManager[None]:
-        """Gives it and all within it the classes from before `convert` for a while."""
-        return as_untouched(self.modules())
+    def _untouched(self) -> nn.Module:
+        """The module as it was before `convert`, with the same parameters."""
+        return untouched(self)
 
     @property
     def model_batch_first(self) -> bool:
@@ -192,7 +192,7 @@ class PerSampleModule(nn.Module):
             return super().__reduce_ex__(protocol)
         kind = next(base for base in type(self).__bases__ if issubclass(base, PerSampleModule))
         if issubclass(self.plain_class, GraphModule):
-            with as_untouched([self]):
+            with as_plain_graph(self):
                 return unpickled_graph, (kind, *self.__reduce_ex__(protocol)[:2])
         _, _, *state = cast(tuple[Any, ...], super().__reduce_ex__(protocol))
         return (new_twin, (kind, self.plain_class), *state)

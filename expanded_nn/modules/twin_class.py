@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from inspect import get_annotations
 from types import new_class
@@ -38,7 +38,7 @@ def twin_class(kind: type[nn.Module], plain_class: type[nn.Module]) -> type[nn.M
 def _deepcopied_graph(module: Any, memo: dict[int, Any]) -> Any:
     """A copy of a module of torch.fx, which gives each of its modules a class of its own."""
     kind = type(module).__bases__[0]
-    with as_untouched([module]):  # it writes its code into its class where it is copied
+    with as_plain_graph(module):
         copied = copy.deepcopy(module, memo)  # with what its graph refers to
     own_state = {name: module.__dict__[name] for name in OWN_STATE if name in module.__dict__}
     copied.__dict__.update(copy.deepcopy(own_state, memo))
@@ -46,19 +46,30 @@ def _deepcopied_graph(module: Any, memo: dict[int, Any]) -> Any:
 
 
 @contextmanager
-def as_untouched(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Gives modules the classes that they had before `convert` for a while.
-
-    Those of a class without a plain one stay as they are, and parametrized ones.
-    """
-    twins = {module: type(module) for module in modules}
+def as_plain_graph(module: Any) -> Iterator[None]:
+    """Makes a module of torch.fx plain for a while, as it writes its code into its class where it is copied."""
+    twin = type(module)
+    object.__setattr__(module, "__class__", twin.plain_class)
     try:
-        for module, twin in twins.items():
-            object.__setattr__(module, "__class__", plain_class_of(twin) or twin)
         yield
     finally:
-        for module, twin in twins.items():
-            object.__setattr__(module, "__class__", twin)
+        object.__setattr__(module, "__class__", twin)
+
+
+def untouched(model: nn.Module) -> nn.Module:
+    """A model as it was before `convert`, with the same parameters and attributes.
+
+    The modules are copies, as another thread may run the model itself; but not those without a converted one within.
+    Those of a class without a plain one keep it, and parametrized ones.
+    """
+    plain = {module: plain_class_of(type(module)) for module in model.modules()}
+    converted = [module for module in plain if any(plain[member] for member in module.modules())]
+    copies = {module: object.__new__(plain[module] or type(module)) for module in converted}
+    for module, copied in copies.items():
+        vars(copied).update({name: value for name, value in vars(module).items() if name not in OWN_STATE})
+        vars(copied).update(_parameters={**module._parameters}, _buffers={**module._buffers})
+        vars(copied)["_modules"] = {name: copies.get(child, child) for name, child in module._modules.items()}  # type: ignore[arg-type]
+    return copies.get(model, model)
 
 
 def unpickled_graph(kind: type[nn.Module], make: Callable[..., Any], arguments: Any) -> Any:

@@ -305,6 +305,10 @@ class Halves:
     def _plain(self, args: Any, kwargs: Any) -> Any:
         return type(self.module).forward(self.module, *args, **kwargs)  # not one that others have put around it
 
+    def _untouched(self, args: Any, kwargs: Any) -> Any:
+        module = self.module._untouched()
+        return type(module).forward(module, *args, **kwargs)
+
     @contextmanager
     def _plainly(self, *, is_random: bool, with_graph: bool) -> Iterator[None]:
         """Layers run as plain ones do; random numbers differ from run to run, so fixed ones take their place."""
@@ -322,8 +326,8 @@ class Halves:
         try:
             with _without_fused_inference(), chance:
                 for _ in range(TRIES):
-                    with self.recorder.in_general_rule({}), self.module._as_untouched():
-                        plain = _leaves_of(self._run(self._plain, self.leaves)[0])
+                    with self.recorder.in_general_rule({}):
+                        plain = _leaves_of(self._run(self._untouched, self.leaves)[0])
                     missed = (plain if missed is None else missed & plain) - used
                     if not missed:
                         return None
