@@ -28,13 +28,12 @@ _NOT_THE_USERS = (
     *_MADE_BY_LIBRARIES,
 )
 
-# The packages of steps: all code in them is the user's, even if they are installed.
-_OF_STEPS: set[str] = set()
-_LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", __name__.partition(".")[0]}
-
 _OF_ANY_MODULE = {*vars(nn.Module()), *OWN_STATE}
 _CACHED = type(cache(len))
 _OURS = __name__.partition(".")[0]
+# The packages of steps: all code in them is the user's, even if they are installed.
+_OF_STEPS: set[str] = set()
+_LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", _OURS}
 _CODE = attrgetter("__defaults__", "__kwdefaults__", "__code__")
 _CONTENT = attrgetter("cell_contents")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

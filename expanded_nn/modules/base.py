@@ -30,7 +30,6 @@ from expanded_nn.recording.recorder import Forward, Recorder, Settings, modules_
 from expanded_nn.recording.settings import refusing_other_settings
 
 Model = TypeVar("Model", bound=nn.Module)
-Function = TypeVar("Function", bound=Callable[..., Any])
 _ZERO_GRAD = nn.Module.zero_grad
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ class FoldedBatch(WholeBatch):
 
         No parameter may be sharded, or have a batch dimension of its own.
         """
-        return not is_traced() and not saved_tensors_are_packed() and all(map(_is_plain, self.lent().values()))
+        return not is_traced() and not saved_tensors_are_packed() and all(map(_is_plain, self.lent.values()))
 
     def by_known_way(self, ways: Ways) -> Any:
         """The result, if it went a known way; if not, what it has kept is taken back.
@@ -54,6 +55,7 @@ class FoldedBatch(WholeBatch):
         has_met_writes = self.told.memo.follows_writes and not follows_writes
         return super().judged(hooks=hooks) if has_met_writes else judged
 
+    @cached_property
     def lent(self) -> dict[Slot, Tensor]:
         """Likewise: those of all modules within."""
         return parameters_of(modules_in(self.module))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -114,7 +115,7 @@ class WholeBatch:
         before, run = len(heard), Run(batch, recorder, owners)
         try:
             with unseen():
-                weights = {place: run.batched(recorder.expand(own)) for place, own in self.lent().items()}
+                weights = {place: run.batched(recorder.expand(own)) for place, own in self.lent.items()}
             if owners is not None:
                 args, kwargs = owners.begin((args, kwargs), dims)
             with swapped(weights), nullcontext() if owners is None else recorder.in_general_rule({}):
@@ -133,6 +134,7 @@ class WholeBatch:
             return None, None
         return result, (*run.way_gone(), *heard[before:])
 
+    @cached_property
     def lent(self) -> dict[Slot, Tensor]:
         """The parameters that get a value per sample in it, by where they are."""
         return {place: parameter for place, parameter, _ in self.module._own()}
