@@ -124,6 +124,7 @@ def test_small_states_go_through_torchs_kernel(keeps_gates: bool, monkeypatch: p
     """The rows are those of the loop over time; that is for what is larger, or has no such kernel."""
     if keeps_gates:
         monkeypatch.setattr(cost, "FEW_STATES", 0)
+        monkeypatch.setattr(cost, "FEW_STATES_OF_THREADS", 0)
     looped, with_gates = [], Lstm.with_gates
 
     def noted(recurrence: Lstm, inputs: Any) -> Any:

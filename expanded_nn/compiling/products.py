@@ -1,7 +1,8 @@
 """Products of large matrices in a graph, by the faster of the libraries that torch has for them, as measured here.
 
-Torch multiplies dense float32 matrices by one library, mostly MKL, and those in the layout of oneDNN by oneDNN. On an
-AMD EPYC (Zen 5, AVX-512) oneDNN takes half of MKL's time, with the copies into its layout and back.
+Torch multiplies float32 matrices by one library, mostly MKL, though it has oneDNN's product as well, which inductor
+uses for weights that are frozen. On an AMD EPYC (Zen 4, AVX-512) that takes 0.8 to 0.95 of MKL's time on one thread
+and 0.5 to 0.9 on two, on one of the next generation half; on an Intel Xeon it is the slower one.
 """
 
 from __future__ import annotations
@@ -13,20 +14,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.nn import functional as F
 
 from expanded_nn.common.operations import registered
 from expanded_nn.core import cost
 
-_PROBE = 512, 512  # the sizes of the matrices that are multiplied to see which library is faster
-_ROUNDS = 9
-_SHARE = 0.7  # of the other's time, at most: far from what the two take where they are alike, so that chance is no part
+# By whether the first matrix is turned: the sizes of a product that is measured, as small as one may be here, and how
+# much of torch's time the other library may take. What is turned is copied, which takes more of a larger product.
+_PROBES = {False: ((256, 512, 256), 1.0), True: ((512, 512, 128), 0.9)}
+_ROUNDS = 15
 
 
 def take_faster_products(graph: fx.GraphModule) -> None:
     """Lets oneDNN multiply the large float32 matrices on a CPU, if it is the faster one here."""
     large = [node for node in graph.graph.nodes if node.target is torch.ops.aten.mm.default and _may_be_large(node)]
-    if large and _onednn_is_faster(torch.get_num_threads()):
+    threads = torch.get_num_threads()
+    if large and torch.backends.mkldnn.enabled and any(_onednn_is_faster(turned, threads) for turned in _PROBES):
         for node in large:
             node.target = _operations().product.default
         graph.recompile()
@@ -37,31 +39,42 @@ def _may_be_large(node: fx.Node) -> bool:
     if value.device.type != "cpu" or value.dtype is not torch.float32:
         return False
     (m, k), n = a.shape, value.shape[1]
-    return any(map(cost.is_symbol, (m, k, n))) or cost.product_is_worth_layouts(m, k, n)
+    return any(map(cost.is_symbol, (m, k, n))) or cost.product_is_large(m, k, n)
 
 
 @cache
-def _onednn_is_faster(threads: int) -> bool:
-    """Whether oneDNN takes less time by far, its copies included, with so many threads; measured once in a process."""
-    if not torch.backends.mkldnn.is_available():
+def _onednn_is_faster(is_turned: bool, threads: int) -> bool:
+    """Whether oneDNN takes less time with so many threads; measured once in a process.
+
+    It takes matrices whose rows lie one after the other, so one whose columns do, which is turned, is copied first.
+    """
+    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):  # torch is built without oneDNN
         return False
-    a, b = (torch.ones(_PROBE, dtype=torch.float32, device="cpu") for _ in range(2))
+    (m, k, n), share = _PROBES[is_turned]
+    a, b = (torch.ones(size, dtype=torch.float32, device="cpu") for size in ((k, m) if is_turned else (m, k), (k, n)))
+    a = a.t() if is_turned else a
     seconds: dict[Any, list[float]] = {torch.mm: [], _by_onednn: []}
     for _ in range(_ROUNDS):
         for multiply, times in seconds.items():
             start = perf_counter()
             multiply(a, b)
             times.append(perf_counter() - start)
-    return median(seconds[_by_onednn]) < _SHARE * median(seconds[torch.mm])
+    return median(seconds[_by_onednn]) < share * median(seconds[torch.mm])
 
 
 def _by_onednn(a: Tensor, b: Tensor) -> Tensor:
-    return F.linear(a.to_mkldnn(), b.t().to_mkldnn()).to_dense()
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(a.contiguous(), b.t(), None, "none", [], "")
+    return product
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
     (m, k), n = a.shape, b.shape[1]
-    return _by_onednn(a, b) if cost.product_is_worth_layouts(m, k, n) else torch.mm(a, b)
+    is_turned = not a.is_contiguous()
+    # matrices with gaps between their rows take oneDNN a thousand times as long
+    is_dense = (not is_turned or a.t().is_contiguous()) and (b.is_contiguous() or b.t().is_contiguous())
+    if is_dense and cost.product_is_large(m, k, n) and _onednn_is_faster(is_turned, torch.get_num_threads()):
+        return _by_onednn(a, b)
+    return torch.mm(a, b)
 
 
 def _shape(a: Tensor, b: Tensor) -> Tensor:

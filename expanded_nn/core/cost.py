@@ -121,20 +121,17 @@ def product_is_small(count: int) -> bool:
     return count <= SMALL_PRODUCT
 
 
-LARGE_PRODUCT, SHORT_SIDE, MOST_COPIED = 1 << 25, 128, 1 << 24
+LARGE_PRODUCT, SHORT_SIDE = 1 << 25, 8
 
 
-def product_is_worth_layouts(m: int, k: int, n: int) -> bool:
-    """Whether a product of matrices, m x k and k x n, is worth copies into another layout and back.
+def product_is_large(m: int, k: int, n: int) -> bool:
+    """Whether a product of matrices, m x k and k x n, is large enough for another library, where that is faster.
 
-    It trades these copies against the products of another library, which takes half the time for large matrices where
-    it is used at all. Measured on an AMD EPYC (Zen 5, AVX-512), one thread and two: 0.5 to 0.95 of the time from here
-    on, 1.3 in the worst case (128 x 2048 by 2048 x 128, both turned); 0.9 to 1.6 with a quarter of the multiplications,
-    and 1.2 in a step of a perceptron with 64 samples, whose weights are larger than what they multiply. How much may be
-    copied (64 MB in float32) was chosen.
+    It trades its longer call, some 30 microseconds, against its time, which is measured. On an AMD EPYC (Zen 4,
+    AVX-512), rows one after the other: 0.56 to 0.98 of the time on one thread from here on, and 0.5 to 1.05 on two; 2.4
+    where one matrix is a single row.
     """
-    is_large = min(m, k, n) >= SHORT_SIDE and m * k * n >= LARGE_PRODUCT
-    return is_large and m * k + k * n + m * n <= MOST_COPIED
+    return min(m, k, n) >= SHORT_SIDE and m * k * n >= LARGE_PRODUCT
 
 
 JOINED_NUMEL = 1 << 16
@@ -250,12 +247,12 @@ It trades memory against calls. Measured: 2^18 numbers 0.9 to 1.2, 2^22 1, but 4
 """
 
 
-FEW_STATES = 1 << 10
-"""Up to how many numbers in the states of one step, for each thread, torch's kernel for all steps is fastest.
+FEW_STATES, FEW_STATES_OF_THREADS = 1 << 10, 1 << 13
+"""Up to how many numbers in the states of one step torch's kernel for all steps is fastest: on one thread, on several.
 
 It trades calls and threads, for which a loop's operations are too small, against computing the gates twice. Measured on
-an AMD EPYC: 0.88 with 2^8 and 2^10 numbers on one thread, 1.05 with 2^12; on two threads 0.77 to 0.95 with 2^8 to 2^11,
-1 with 2^13, 1.1 with 2^14.
+an AMD EPYC, eager and compiled: 0.97 and 0.99 with 2^10 numbers on one thread, 1.03 with 2^11, 1.09 with 2^13; on two
+threads 0.83 to 0.92 with 2^10 and 2^11, 0.93 to 0.99 with 2^12 and 2^13, 0.95 to 1.1 with 2^14.
 """
 
 
@@ -267,7 +264,8 @@ def keeps_gates(dtype: torch.dtype, device: str, states: int, threads: int, *, h
     units or more and 32 samples or more. On an Intel Xeon a GRU 0.77 to 0.89, an LSTM 0.83 to 1. Elsewhere than on a
     CPU nothing was measured.
     """
-    is_small = not is_symbol(states) and states <= FEW_STATES * threads
+    few = FEW_STATES if threads == 1 else FEW_STATES_OF_THREADS
+    is_small = not is_symbol(states) and states <= few
     return device == "cpu" and dtype in (torch.float32, torch.float64) and not (has_kernel and is_small)
 
 

@@ -87,8 +87,8 @@ class Loops(Protocol):
     def with_gates(self, inputs: Inputs) -> tuple[Tensor, Tensor | None, Gates]:
         """`fused`, and the gates of all steps, where they are cheaper here than in the backward."""
 
-    def gates(self, saved: Saved) -> Gates:
-        """The gates that `with_gates` gives, from what `fused` does."""
+    def loop_cells(self, steps: Steps, c0: Tensor, f: Tensor, cells: Tensor) -> None:
+        """Goes forward over time: adds to what enters an LSTM's cell states, `(N, hidden)`, what stays of the last."""
 
     def loop(self, inputs: LoopInputs) -> None:
         """Goes back over time, for the gradients of the pre-activations."""
@@ -100,8 +100,9 @@ class Recurrence(ABC, Loops):
     def with_gates(self, inputs: Inputs) -> tuple[Tensor, Tensor | None, Gates]:
         return *self.fused(inputs), ()
 
-    def gates(self, saved: Saved) -> Gates:
-        return ()
+    def loop_cells(self, steps: Steps, c0: Tensor, f: Tensor, cells: Tensor) -> None:
+        for c_now, f_now in zip(steps.split(cells), steps.split(f), strict=True):
+            c0 = c_now.addcmul_(f_now, _first(c0, len(c_now)))
 
     def has_kernel(self, steps: Steps, weights: Weights) -> bool:
         """Whether `fused` is one kernel for all steps, in which torch makes no call for each."""
@@ -195,8 +196,10 @@ class Lstm(Recurrence):
     def backward(self, loops: Loops, saved: Saved, gates: Gates, g: Tensor, g_c: Tensor | None) -> Gradients:
         steps, c0 = saved.steps, saved.c0
         assert c0 is not None
-        stacked, n, cells = gates
-        i, f, tanh, o = stacked.unflatten(1, (4, c0.shape[1])).unbind(1)  # of the new cell states
+        if gates:
+            stacked, n, cells = gates
+            gates = *stacked.unflatten(1, (4, c0.shape[1])).unbind(1), n, cells
+        i, f, tanh, o, n, cells = gates or self._gates(loops, saved)
         entering, forgotten, hidden = i * n, steps.previous(c0, cells).mul_(f), o * tanh
         slope = torch.addcmul(o, hidden, tanh, value=-1)  # of h by c
         hr = None if saved.weights.hr is None else (g, hidden.clone())
@@ -227,19 +230,17 @@ class Lstm(Recurrence):
         bias = None if weights.bias_ih is None or weights.bias_hh is None else weights.bias_ih + weights.bias_hh
         return F.linear(x, weights.ih, bias)
 
-    def gates(self, saved: Saved) -> Gates:
-        """The gates i, f, the tanh of the new cell states in place of n, and o; n; and the new cell states."""
+    def _gates(self, loops: Loops, saved: Saved) -> Gates:
+        """The gates i and f, the tanh of the new cell states, the gate o; n; and the new cell states."""
         steps, weights = saved.steps, saved.weights
         assert saved.c0 is not None
         z = self._of_x(steps.flat(saved.x), weights).addmm_(saved.h, weights.hh.t())
-        i, f, third, _ = z.unflatten(1, (4, saved.c0.shape[1])).unbind(1)
-        n = _tanh(third, z.new_empty(third.shape))
-        z.sigmoid_()
-        cells, c = i * n, saved.c0
-        for c_now, f_now in zip(steps.split(cells), steps.split(f), strict=True):
-            c = c_now.addcmul_(f_now, _first(c, len(c_now)))
-        _tanh(cells, third)
-        return z, n, cells
+        gates = z.unflatten(1, (4, saved.c0.shape[1]))
+        n = gates[:, 2].contiguous().tanh_()
+        i, f, _, o = gates.sigmoid_().unbind(1)
+        cells = i * n
+        loops.loop_cells(steps, saved.c0, f, cells)
+        return i, f, torch.tanh(cells), o, n, cells
 
 
 class Gru(Recurrence):
@@ -277,7 +278,7 @@ class Gru(Recurrence):
         return y, None, (of_h, n)
 
     def backward(self, loops: Loops, saved: Saved, gates: Gates, g: Tensor, g_c: Tensor | None) -> Gradients:
-        h, size, (stacked, n) = saved.h, saved.h.shape[1], gates
+        h, size, (stacked, n) = saved.h, saved.h.shape[1], gates or self._gates(saved)
         r, z, h_n = stacked.unflatten(1, (3, size)).unbind(1)
         renew = 1 - z
         slope = torch.addcmul(renew, renew * n, n, value=-1)  # of h' by n's pre-activation
@@ -300,7 +301,7 @@ class Gru(Recurrence):
             g_before.addcmul_(gs[t], keeps[t])
             g_before.addmm_(zs[t], weights.hh)
 
-    def gates(self, saved: Saved) -> Gates:
+    def _gates(self, saved: Saved) -> Gates:
         """The gates r and z and `weight_hn h + bias_hn`; and n."""
         size, weights = saved.h.shape[1], saved.weights
         of_x = F.linear(saved.steps.flat(saved.x), weights.ih, weights.bias_ih)

@@ -21,7 +21,6 @@ from expanded_nn.layers.recurrent.equations import (
     Inputs,
     LoopInputs,
     Recurrence,
-    Saved,
     States,
     Weights,
 )
@@ -51,9 +50,8 @@ class Operations:
         c, gates = (None, rest) if c0 is None else (rest[0], rest[1:])
         return y, c, tuple(gates)
 
-    def gates(self, saved: Saved) -> Gates:
-        steps, *tensors, weights = saved
-        return tuple(_operations().recurrence_gates(self._kind, steps.cell, *tensors, list(weights)))
+    def loop_cells(self, steps: Steps, c0: Tensor, f: Tensor, cells: Tensor) -> None:
+        _operations().recurrence_cells(steps.count, steps.batch, c0, f, cells)
 
     def loop(self, inputs: LoopInputs) -> None:
         steps, weights, z, multipliers, *grads = inputs
@@ -72,10 +70,9 @@ def _operations() -> Any:
             _shapes,
         ),
         (
-            "recurrence_gates(str kind, bool cell, Tensor x, Tensor h, Tensor y, Tensor? c0, Tensor?[] weights) "
-            "-> Tensor[]",
-            _gates,
-            _shapes_of_gates,
+            "recurrence_cells(SymInt steps, SymInt batch, Tensor c0, Tensor f, Tensor(a!) cells) -> ()",
+            _cells,
+            lambda *_: None,
         ),
         (
             "recurrence_loop(str kind, SymInt steps, SymInt batch, Tensor(a!) z, Tensor[] multipliers, "
@@ -101,8 +98,8 @@ def _shapes(
     return [y, *([] if c0 is None else [c0.new_empty(c0.shape)]), *gates]
 
 
-def _gates(kind: str, cell: bool, x: Tensor, h: Tensor, y: Tensor, c0: Tensor | None, weights: Any) -> list[Tensor]:
-    return list(RECURRENCES[kind].gates(Saved(Steps.of(x, cell=cell), x, h, y, c0, Weights(*weights))))
+def _cells(steps: int, batch: int, c0: Tensor, f: Tensor, cells: Tensor) -> None:
+    RECURRENCES["LSTM"].loop_cells(Steps(steps, batch), c0, f, cells)
 
 
 def _shapes_of_gates(kind: str, cell: bool, x: Tensor, h: Any, y: Any, c0: Any, weights: Any) -> list[Tensor]:

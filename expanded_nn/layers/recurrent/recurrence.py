@@ -90,7 +90,7 @@ def _gradients(
     reached_hr = g is not None or steps.count > 1  # the cell state after the first step does not depend on it
     g = torch.zeros_like(y) if g is None else steps.flat_copy(g, dtype)
     loops, g_c = _loops(recurrence), None if g_c is None else g_c.to(dtype)
-    gradients = recurrence.backward(loops, saved, gates or loops.gates(saved), g, g_c)
+    gradients = recurrence.backward(loops, saved, gates, g, g_c)
 
     grads: list[Tensor | None] = [None] * len(needed)
     if needed[0]:
