@@ -548,7 +548,7 @@ def of_products() -> nn.Module:
 @pytest.mark.parametrize("is_faster", [True, False])
 def test_large_products_are_those_of_the_faster_library(is_faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of float32 alone, and not those that are known to be small."""
-    monkeypatch.setattr(products, "_onednn_is_faster", lambda is_turned, threads: is_faster)
+    monkeypatch.setattr(products, "_onednn_is_faster", lambda threads: is_faster)
 
     def multiplied(a: Tensor, b: Tensor, small: Tensor) -> tuple[Tensor, ...]:
         return a @ b, torch.addmm(a[:, :1], a, b), a.double() @ b.double(), small @ small.mT
@@ -567,7 +567,6 @@ def test_large_products_are_those_of_the_faster_library(is_faster: bool, monkeyp
 @pytest.mark.parametrize("sizes", [(5, 7, 3), (128, 2048, 130), (1, 1, 1), (0, 4, 3), (3, 0, 4), (300, 301, 400)])
 def test_products_of_onednn(sizes: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of matrices that lie in memory in any way."""
-    monkeypatch.setattr(products, "_onednn_is_faster", lambda is_turned, threads: True)
     monkeypatch.setattr(cost, "LARGE_PRODUCT", 1)
     monkeypatch.setattr(cost, "SHORT_SIDE", 1)
     m, k, n = sizes
@@ -586,7 +585,7 @@ def test_products_of_onednn(sizes: tuple[int, int, int], monkeypatch: pytest.Mon
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # inductor's own
 @pytest.mark.parametrize("options", [{}, {"cpp_wrapper": True}], ids=str)
 def test_graph_with_products_of_onednn(options: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "_onednn_is_faster", lambda is_turned, threads: True)
+    monkeypatch.setattr(products, "_onednn_is_faster", lambda threads: True)
     monkeypatch.setattr(cost, "LARGE_PRODUCT", 1)
     monkeypatch.setattr(cost, "SHORT_SIDE", 1)
     monkeypatch.setattr(enn, "compile", functools.partial(enn.compile, **options))
@@ -599,10 +598,9 @@ def test_graph_with_products_of_onednn(options: dict[str, bool], monkeypatch: py
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
 def test_onednn_multiplies_no_matrix_with_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes a thousand times as long for these; and one that is turned, or a small one, only where it is faster."""
+    """It takes a thousand times as long for these."""
     multiplied: list[tuple[int, ...]] = []
-    monkeypatch.setattr(products, "_by_onednn", lambda a, b: multiplied.append(a.stride()) or torch.mm(a, b))
-    monkeypatch.setattr(products, "_onednn_is_faster", lambda is_turned, threads: not is_turned)
+    monkeypatch.setattr(products, "_by_onednn", lambda a, b: multiplied.append(b.stride()) or torch.mm(a, b))
     a, b = torch.randn(256, 512, dtype=torch.float32), torch.randn(512, 256, dtype=torch.float32)
     wide = torch.randn(512, 1024, dtype=torch.float32)
     for left, right in (
@@ -610,28 +608,35 @@ def test_onednn_multiplies_no_matrix_with_gaps(monkeypatch: pytest.MonkeyPatch) 
         (wide[:256, ::2], b),
         (wide[:, :256].mT, b),
         (a, wide[:256, :512].mT),
-        (torch.randn(512, 256, dtype=torch.float32).mT, b),
-        (a[:100], b[:, :100]),
+        (b.mT, b),
+        (a[:100], b[:, :100].contiguous()),
         (a, b[:, :1].expand(512, 256)),
     ):
         torch.testing.assert_close(products._product(left, right), left @ right)
     assert not multiplied
-    for right in (b, torch.randn(256, 512, dtype=torch.float32).mT):
+    for right in (b, a.mT):
         products._product(a, right)
-    assert multiplied == [a.stride()] * 2
-    monkeypatch.setattr(products, "_onednn_is_faster", lambda is_turned, threads: is_turned)
-    products._product(a, b)
-    products._product(b.mT.contiguous().mT, b.mT.contiguous())
-    assert multiplied == [a.stride(), a.stride(), (1, 512)]
+    assert multiplied == [(256, 1), (1, 512)]
 
 
-@pytest.mark.parametrize("is_turned", [True, False])
-def test_which_library_is_faster_is_measured_once(is_turned: bool) -> None:
-    assert products._onednn_is_faster(is_turned, 1) in (True, False)
+@pytest.mark.parametrize("tracing_mode", ["fake", "symbolic"])
+def test_transposes_are_copied_for_onednn(tracing_mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    multiplied: list[tuple[int, ...]] = []
+    monkeypatch.setattr(products, "_onednn_is_faster", lambda threads: True)
+    monkeypatch.setattr(products, "_by_onednn", lambda a, b: multiplied.append(a.stride()) or torch.mm(a, b))
+    inputs = torch.randn(512, 256, dtype=torch.float32), torch.randn(512, 300, dtype=torch.float32)
+    graph = make_fx(lambda g, x: ((g * 2).mT @ x, x.mT @ x), tracing_mode=tracing_mode)(*inputs)
+    take_faster_products(graph)
+    torch.testing.assert_close(graph(*inputs), ((inputs[0] * 2).mT @ inputs[1], inputs[1].mT @ inputs[1]))
+    assert multiplied == [(512, 1), (512, 1)]
+
+
+def test_which_library_is_faster_is_measured_once() -> None:
+    assert products._onednn_is_faster(1) in (True, False)
     before = torch.get_rng_state()
     products._onednn_is_faster.cache_clear()
     with torch.device("meta"):
-        products._onednn_is_faster(is_turned, 1)
+        products._onednn_is_faster(1)
     assert torch.equal(before, torch.get_rng_state())
     assert products._onednn_is_faster.cache_info().currsize == 1
 

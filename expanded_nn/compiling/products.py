@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import cache
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -18,19 +18,27 @@ from torch import Tensor, fx
 from expanded_nn.common.operations import registered
 from expanded_nn.core import cost
 
-# By whether the first matrix is turned: the sizes of a product that is measured, as small as one may be here, and how
-# much of torch's time the other library may take. What is turned is copied, which takes more of a larger product.
-_PROBES = {False: ((256, 512, 256), 1.0), True: ((512, 512, 128), 0.9)}
+_PROBE = 256, 512, 256  # the sizes of a product that is measured, as small as one may be here
 _ROUNDS = 15
 
 
 def take_faster_products(graph: fx.GraphModule) -> None:
-    """Lets oneDNN multiply the large float32 matrices on a CPU, if it is the faster one here."""
+    """Lets oneDNN multiply the large float32 matrices on a CPU, if it is the faster one here.
+
+    It takes a first matrix whose rows lie one after the other. Where that is a transpose, as in sums of weights' rows,
+    it is copied, which inductor does in the loops that compute it.
+    """
     large = [node for node in graph.graph.nodes if node.target is torch.ops.aten.mm.default and _may_be_large(node)]
-    threads = torch.get_num_threads()
-    if large and torch.backends.mkldnn.enabled and any(_onednn_is_faster(turned, threads) for turned in _PROBES):
+    if large and torch.backends.mkldnn.enabled and _onednn_is_faster(torch.get_num_threads()):
         for node in large:
-            node.target = _operations().product.default
+            a, b = cast(tuple[fx.Node, fx.Node], node.args)
+            value = a.meta["val"]
+            if not value.is_contiguous():
+                options: dict[str, Any] = {"memory_format": torch.contiguous_format}
+                with graph.graph.inserting_before(node):
+                    a = graph.graph.call_function(torch.ops.aten.clone.default, (a,), options)
+                a.meta["val"] = value.contiguous()
+            node.target, node.args = _operations().product.default, (a, b)
         graph.recompile()
 
 
@@ -43,38 +51,31 @@ def _may_be_large(node: fx.Node) -> bool:
 
 
 @cache
-def _onednn_is_faster(is_turned: bool, threads: int) -> bool:
-    """Whether oneDNN takes less time with so many threads; measured once in a process.
-
-    It takes matrices whose rows lie one after the other, so one whose columns do, which is turned, is copied first.
-    """
+def _onednn_is_faster(threads: int) -> bool:
+    """Whether oneDNN takes less time with so many threads; measured once in a process."""
     if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):  # torch is built without oneDNN
         return False
-    (m, k, n), share = _PROBES[is_turned]
-    a, b = (torch.ones(size, dtype=torch.float32, device="cpu") for size in ((k, m) if is_turned else (m, k), (k, n)))
-    a = a.t() if is_turned else a
+    m, k, n = _PROBE
+    a, b = (torch.ones(size, dtype=torch.float32, device="cpu") for size in ((m, k), (k, n)))
     seconds: dict[Any, list[float]] = {torch.mm: [], _by_onednn: []}
     for _ in range(_ROUNDS):
         for multiply, times in seconds.items():
             start = perf_counter()
             multiply(a, b)
             times.append(perf_counter() - start)
-    return median(seconds[_by_onednn]) < share * median(seconds[torch.mm])
+    return median(seconds[_by_onednn]) < median(seconds[torch.mm])
 
 
 def _by_onednn(a: Tensor, b: Tensor) -> Tensor:
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(a.contiguous(), b.t(), None, "none", [], "")
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
     return product
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
     (m, k), n = a.shape, b.shape[1]
-    is_turned = not a.is_contiguous()
     # matrices with gaps between their rows take oneDNN a thousand times as long
-    is_dense = (not is_turned or a.t().is_contiguous()) and (b.is_contiguous() or b.t().is_contiguous())
-    if is_dense and cost.product_is_large(m, k, n) and _onednn_is_faster(is_turned, torch.get_num_threads()):
-        return _by_onednn(a, b)
-    return torch.mm(a, b)
+    is_dense = a.is_contiguous() and (b.is_contiguous() or b.t().is_contiguous())
+    return _by_onednn(a, b) if is_dense and cost.product_is_large(m, k, n) else torch.mm(a, b)
 
 
 def _shape(a: Tensor, b: Tensor) -> Tensor:
