@@ -236,7 +236,7 @@ class Lstm(Recurrence):
         assert saved.c0 is not None
         z = self._of_x(steps.flat(saved.x), weights).addmm_(saved.h, weights.hh.t())
         gates = z.unflatten(1, (4, saved.c0.shape[1]))
-        n = gates[:, 2].contiguous().tanh_()
+        n = gates[:, 2].clone(memory_format=torch.contiguous_format).tanh_()
         i, f, _, o = gates.sigmoid_().unbind(1)
         cells = i * n
         loops.loop_cells(steps, saved.c0, f, cells)
