@@ -596,7 +596,6 @@ def test_graph_with_products_of_onednn(options: dict[str, bool], monkeypatch: py
         law(of_products, classified, batches, backend="inductor", most=4)
 
 
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
 def test_onednn_multiplies_no_matrix_with_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes a thousand times as long for these."""
     multiplied: list[tuple[int, ...]] = []

@@ -94,7 +94,7 @@ def _shapes(
     kind: str, cell: bool, keep_gates: bool, x: Tensor, h0: Tensor, c0: Tensor | None, weights: Any
 ) -> list[Tensor]:
     y = x.new_empty(*x.shape[:2], h0.shape[1])
-    gates = _shapes_of_gates(kind, cell, x, h0, y, c0, weights) if keep_gates else []
+    gates = _shapes_of_gates(kind, x, weights) if keep_gates else []
     return [y, *([] if c0 is None else [c0.new_empty(c0.shape)]), *gates]
 
 
@@ -102,7 +102,7 @@ def _cells(steps: int, batch: int, c0: Tensor, f: Tensor, cells: Tensor) -> None
     RECURRENCES["LSTM"].loop_cells(Steps(steps, batch), c0, f, cells)
 
 
-def _shapes_of_gates(kind: str, cell: bool, x: Tensor, h: Any, y: Any, c0: Any, weights: Any) -> list[Tensor]:
+def _shapes_of_gates(kind: str, x: Tensor, weights: Any) -> list[Tensor]:
     gates = Weights(*weights).hh.shape[0]
     sizes = {"LSTM": [gates, gates // 4, gates // 4], "GRU": [gates, gates // 3]}.get(kind, [])
     return [x.new_empty(x.shape[0] * x.shape[1], size) for size in sizes]
