@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, distributions, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import expanded_nn as enn
 from cases import CASES, EVEN_SAME, Case
+from expanded_nn.common.products import _measured, time_of_onednn
 from expanded_nn.compiling import products
 from expanded_nn.compiling.backends import _PRODUCTS, _spell_out_small_products, _take_biases_out
 from expanded_nn.compiling.products import take_faster_products
 from expanded_nn.core import cost
+from expanded_nn.layers.recurrent import recurrence
 
 pytestmark = pytest.mark.filterwarnings(EVEN_SAME, "ignore:Using backward\\(\\) with create_graph=True:UserWarning")
 
@@ -186,6 +190,19 @@ def test_recurrent_layers(build: Callable[[], nn.Module]) -> None:
     step = law(build, clipped, [(torch.randn(*size, 3),) for size in sizes])
     names = {str(node.target) for graph in graphs(step) for node in graph.function.graph.nodes}
     assert "expanded_nn.recurrence_loop.default" in names  # and no loop over time
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
+@pytest.mark.parametrize("time", [0.5, 0.9])
+def test_gates_are_computed_again_where_products_are_quick(time: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recurrence, "time_of_onednn", lambda: time)
+    batches = [(torch.randn(40, 3, 5, dtype=torch.float32),)] * 3
+    step = law(lambda: nn.LSTM(5, 32, batch_first=True).float(), clipped, batches)
+    (graph,) = graphs(step)
+    nodes = {str(node.target): node for node in graph.function.graph.nodes}
+    keeps_gates = nodes["expanded_nn.recurrence.default"].args[2]
+    assert keeps_gates == (time == 0.9)
+    assert ("expanded_nn.recurrence_cells.default" in nodes) != keeps_gates
 
 
 @pytest.mark.slow
@@ -548,7 +565,7 @@ def of_products() -> nn.Module:
 @pytest.mark.parametrize("is_faster", [True, False])
 def test_large_products_are_those_of_the_faster_library(is_faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of float32 alone, and not those that are known to be small."""
-    monkeypatch.setattr(products, "_onednn_is_faster", lambda threads: is_faster)
+    monkeypatch.setattr(products, "time_of_onednn", lambda: 0.9 if is_faster else 1.1)
 
     def multiplied(a: Tensor, b: Tensor, small: Tensor) -> tuple[Tensor, ...]:
         return a @ b, torch.addmm(a[:, :1], a, b), a.double() @ b.double(), small @ small.mT
@@ -585,7 +602,7 @@ def test_products_of_onednn(sizes: tuple[int, int, int], monkeypatch: pytest.Mon
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # inductor's own
 @pytest.mark.parametrize("options", [{}, {"cpp_wrapper": True}], ids=str)
 def test_graph_with_products_of_onednn(options: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "_onednn_is_faster", lambda threads: True)
+    monkeypatch.setattr(products, "time_of_onednn", lambda: 0.9)
     monkeypatch.setattr(cost, "LARGE_PRODUCT", 1)
     monkeypatch.setattr(cost, "SHORT_SIDE", 1)
     monkeypatch.setattr(enn, "compile", functools.partial(enn.compile, **options))
@@ -599,7 +616,7 @@ def test_graph_with_products_of_onednn(options: dict[str, bool], monkeypatch: py
 def test_onednn_multiplies_no_matrix_with_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes a thousand times as long for these."""
     multiplied: list[tuple[int, ...]] = []
-    monkeypatch.setattr(products, "_by_onednn", lambda a, b: multiplied.append(b.stride()) or torch.mm(a, b))
+    monkeypatch.setattr(products, "by_onednn", lambda a, b: multiplied.append(b.stride()) or torch.mm(a, b))
     a, b = torch.randn(256, 512, dtype=torch.float32), torch.randn(512, 256, dtype=torch.float32)
     wide = torch.randn(512, 1024, dtype=torch.float32)
     for left, right in (
@@ -621,8 +638,8 @@ def test_onednn_multiplies_no_matrix_with_gaps(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("tracing_mode", ["fake", "symbolic"])
 def test_transposes_are_copied_for_onednn(tracing_mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     multiplied: list[tuple[int, ...]] = []
-    monkeypatch.setattr(products, "_onednn_is_faster", lambda threads: True)
-    monkeypatch.setattr(products, "_by_onednn", lambda a, b: multiplied.append(a.stride()) or torch.mm(a, b))
+    monkeypatch.setattr(products, "time_of_onednn", lambda: 0.9)
+    monkeypatch.setattr(products, "by_onednn", lambda a, b: multiplied.append(a.stride()) or torch.mm(a, b))
     inputs = torch.randn(512, 256, dtype=torch.float32), torch.randn(512, 300, dtype=torch.float32)
     graph = make_fx(lambda g, x: ((g * 2).mT @ x, x.mT @ x), tracing_mode=tracing_mode)(*inputs)
     take_faster_products(graph)
@@ -630,14 +647,18 @@ def test_transposes_are_copied_for_onednn(tracing_mode: str, monkeypatch: pytest
     assert multiplied == [(512, 1), (512, 1)]
 
 
-def test_which_library_is_faster_is_measured_once() -> None:
-    assert products._onednn_is_faster(1) in (True, False)
+def test_time_of_onednn_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With values, wherever it is asked for."""
     before = torch.get_rng_state()
-    products._onednn_is_faster.cache_clear()
-    with torch.device("meta"):
-        products._onednn_is_faster(1)
+    _measured.cache_clear()
+    with FakeTensorMode(), torch.device("meta"):
+        time = time_of_onednn()
+    assert time > 0
+    assert time_of_onednn() == time
     assert torch.equal(before, torch.get_rng_state())
-    assert products._onednn_is_faster.cache_info().currsize == 1
+    assert _measured.cache_info().currsize == 1
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    assert time_of_onednn() == inf
 
 
 # --- sizes and kinds ----------------------------------------------------------------------------------------------

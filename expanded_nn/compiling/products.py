@@ -1,25 +1,16 @@
-"""Products of large matrices in a graph, by the faster of the libraries that torch has for them, as measured here.
-
-Torch multiplies float32 matrices by one library, mostly MKL, though it has oneDNN's product as well, which inductor
-uses for weights that are frozen. On an AMD EPYC (Zen 4, AVX-512) that takes 0.8 to 0.95 of MKL's time on one thread
-and 0.5 to 0.9 on two, on one of the next generation half; on an Intel Xeon it is the slower one.
-"""
+"""Products of large matrices in a graph, by the faster of the libraries that torch has for them."""
 
 from __future__ import annotations
 
 from functools import cache
-from statistics import median
-from time import perf_counter
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 
 from expanded_nn.common.operations import registered
+from expanded_nn.common.products import by_onednn, time_of_onednn
 from expanded_nn.core import cost
-
-_PROBE = 256, 512, 256  # the sizes of a product that is measured, as small as one may be here
-_ROUNDS = 15
 
 
 def take_faster_products(graph: fx.GraphModule) -> None:
@@ -29,7 +20,7 @@ def take_faster_products(graph: fx.GraphModule) -> None:
     it is copied, which inductor does in the loops that compute it.
     """
     large = [node for node in graph.graph.nodes if node.target is torch.ops.aten.mm.default and _may_be_large(node)]
-    if large and torch.backends.mkldnn.enabled and _onednn_is_faster(torch.get_num_threads()):
+    if large and time_of_onednn() < 1:
         for node in large:
             a, b = cast(tuple[fx.Node, fx.Node], node.args)
             value = a.meta["val"]
@@ -50,32 +41,11 @@ def _may_be_large(node: fx.Node) -> bool:
     return any(map(cost.is_symbol, (m, k, n))) or cost.product_is_large(m, k, n)
 
 
-@cache
-def _onednn_is_faster(threads: int) -> bool:
-    """Whether oneDNN takes less time with so many threads; measured once in a process."""
-    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):  # torch is built without oneDNN
-        return False
-    m, k, n = _PROBE
-    a, b = (torch.ones(size, dtype=torch.float32, device="cpu") for size in ((m, k), (k, n)))
-    seconds: dict[Any, list[float]] = {torch.mm: [], _by_onednn: []}
-    for _ in range(_ROUNDS):
-        for multiply, times in seconds.items():
-            start = perf_counter()
-            multiply(a, b)
-            times.append(perf_counter() - start)
-    return median(seconds[_by_onednn]) < median(seconds[torch.mm])
-
-
-def _by_onednn(a: Tensor, b: Tensor) -> Tensor:
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
-    return product
-
-
 def _product(a: Tensor, b: Tensor) -> Tensor:
     (m, k), n = a.shape, b.shape[1]
     # matrices with gaps between their rows take oneDNN a thousand times as long
     is_dense = a.is_contiguous() and (b.is_contiguous() or b.t().is_contiguous())
-    return _by_onednn(a, b) if is_dense and cost.product_is_large(m, k, n) else torch.mm(a, b)
+    return by_onednn(a, b) if is_dense and cost.product_is_large(m, k, n) else torch.mm(a, b)
 
 
 def _shape(a: Tensor, b: Tensor) -> Tensor:
