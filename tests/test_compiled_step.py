@@ -647,7 +647,7 @@ def test_transposes_are_copied_for_onednn(tracing_mode: str, monkeypatch: pytest
     assert multiplied == [(512, 1), (512, 1)]
 
 
-def test_time_of_onednn_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_of_onednn_is_measured_once() -> None:
     """With values, wherever it is asked for."""
     before = torch.get_rng_state()
     _measured.cache_clear()
@@ -657,8 +657,8 @@ def test_time_of_onednn_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> Non
     assert time_of_onednn() == time
     assert torch.equal(before, torch.get_rng_state())
     assert _measured.cache_info().currsize == 1
-    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
-    assert time_of_onednn() == inf
+    with torch.backends.mkldnn.flags(enabled=False, allow_tf32=None):
+        assert time_of_onednn() == inf
 
 
 # --- sizes and kinds ----------------------------------------------------------------------------------------------

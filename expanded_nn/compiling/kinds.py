@@ -31,9 +31,8 @@ from expanded_nn.recording.recorder import Recorder
 from expanded_nn.recording.watch import Watch
 
 _DICTS = "_parameters", "_buffers", "_modules", *HOOKS
-_ALWAYS = "training", *_DICTS
 _SEQUENCES = list, tuple  # `list | tuple` would be made anew at each call
-_TRAITS = attrgetter("dtype", "device", "ndim", "requires_grad")
+_TRAITS = attrgetter("dtype", "device", "ndim")
 _HOOKS_OF_PARAMETER = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 _FORWARD = attrgetter("forward", "forward")  # twice, for a tuple
 _GRAD_AND_HOOKS = attrgetter("grad", "_backward_hooks", "_post_accumulate_grad_hooks")
@@ -98,6 +97,23 @@ def _of_arguments(value: Any, tensors: dict[int, Tensor], objects: list[Any]) ->
 
 
 def _of_argument(tensor: Tensor, tensors: dict[int, Tensor]) -> Hashable:
+    if type(tensor) is not Tensor or vars(tensor):
+        _refuse_special(tensor)
+    of_grad, requires_grad = None, tensor.requires_grad
+    if requires_grad:
+        if not tensor.is_leaf:
+            raise OnlyEager(
+                "an argument was computed from what requires gradients, which no graph reaches (compute it in the "
+                "step, or give it detached)"
+            )
+        of_grad = None if tensor.grad is None else (layout_of(tensor.grad),)
+    key = id(tensor)
+    number = [*tensors].index(key) if key in tensors else len(tensors)
+    tensors[key] = tensor
+    return number, type(tensor), _TRAITS(tensor), requires_grad, layout_of(tensor), of_grad
+
+
+def _refuse_special(tensor: Tensor) -> None:
     if isinstance(tensor, FactoredTensor):
         raise OnlyEager(
             "per-sample gradients are among its arguments (let it refer to them by a name, or give them dense, as "
@@ -105,19 +121,9 @@ def _of_argument(tensor: Tensor, tensors: dict[int, Tensor]) -> Hashable:
         )
     if is_shared_by_all(tensor):
         raise OnlyEager("an argument is shared_by_all (say so in the step: model(x, shared_by_all(texts)))")
-    if tensor.__dict__ and own_attributes(tensor):
+    if own_attributes(tensor):
         names = ", ".join(sorted(own_attributes(tensor)))
         raise OnlyEager(f"an argument is a tensor with attributes of its own, {names} (give these as arguments, too)")
-    if tensor.requires_grad and not tensor.is_leaf:
-        raise OnlyEager(
-            "an argument was computed from what requires gradients, which no graph reaches (compute it in the step, or "
-            "give it detached)"
-        )
-    number = list(tensors).index(id(tensor)) if id(tensor) in tensors else len(tensors)
-    tensors[id(tensor)] = tensor
-    grad = tensor.grad if tensor.requires_grad else None
-    of_grad = None if grad is None else (layout_of(grad),)
-    return number, type(tensor), _TRAITS(tensor), layout_of(tensor), of_grad
 
 
 def of_surroundings() -> Hashable:
@@ -161,7 +167,6 @@ def of_models(
     add = key.append
     for recorder in recorders:
         seen.note_places(_OF_RECORDER, recorder)
-    getters: dict[tuple[str, ...], Any] = {}
     looked_into: set[tuple[int, type]] = set()
     all_modules = [*modules, *others]
     names_of = referred.names_of(dict.fromkeys(map(type, all_modules)))
@@ -172,10 +177,7 @@ def of_models(
     for module in all_modules:
         attributes = vars(module)
         own_names = set_by_users(module)
-        seen.holders.append(module)
-        seen.sized.append(attributes)
-        looked_at = (*own_names, *_ALWAYS, *(["_recorder"] if "_recorder" in attributes else []))
-        seen.note_places(getters.setdefault(looked_at, itemgetter(*looked_at)), attributes)
+        seen.note_attributes(module)
         for members in map(attributes.get, _DICTS):
             if isinstance(members, dict):
                 seen.note_items(dict.values(members))

@@ -38,6 +38,11 @@ class Seen:
         self.tensors: list[Tensor] = []
         self.facts: list[tuple[Callable[[], Any], Any]] = []
 
+    def note_attributes(self, owner: Any) -> None:
+        """Notes the class of an object, its dict of attributes, and what is in that."""
+        self.holders.append(owner)
+        self.note_items(vars(owner).values())
+
     def note_items(self, items: Collection[Any]) -> None:
         """Notes what is in a list, a set or a view of a dict, in this order."""
         self.sized.append(items)

@@ -119,7 +119,7 @@ def set_rows(recorder: Recorder, passes: Sequence[dict[Leaf, Tensor]], *, append
     for pass_rows in passes:
         batch = next(iter(pass_rows.values())).shape[0]
         is_open = joins and last is not None and last.stage is PassStage.OPEN and last.batch == batch
-        pass_ = last if last is not None and is_open else recorder.passes.new(batch)
+        pass_ = last if last is not None and is_open else recorder.passes.finished(batch)
         pass_.stage, joins = PassStage.DONE, False
         store.held[pass_] = pass_rows
     recorder.passes.last = None

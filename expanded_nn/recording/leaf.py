@@ -349,12 +349,12 @@ class Leaves:
 
     def clear(self, parameters: Iterable[Tensor], *, grads: bool) -> set[Leaf]:
         """Lets go of the rows of parameters, and of their `.grad` if `grads`; their leaves. It runs at each step."""
-        cleared = set()
+        cleared, by_id = set(), self.by_id
         for parameter in parameters:
             if grads and parameter.grad is not None:
                 parameter.grad = None
-            leaf = self.get(parameter)
-            if leaf is not None:
+            leaf = by_id.get(id(parameter))
+            if leaf is not None and leaf.parameter() is parameter:
                 leaf.notes.clipped, leaf.published = None, NO_ROWS
                 cleared.add(leaf)
             parameter.grad_sample = None  # type: ignore[attr-defined]

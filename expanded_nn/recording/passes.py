@@ -98,6 +98,13 @@ class Passes:
         self.alive.add(pass_)
         return pass_
 
+    def finished(self, batch: int) -> Pass:
+        """A pass whose rows are there, as those of a compiled step: no graph of autograd refers to it."""
+        pass_ = Pass(batch, self.opened)
+        pass_.stage, pass_.may_get_backward = PassStage.DONE, False
+        self.opened += 1
+        return pass_
+
     def note_without_rows(self, batch: int | None) -> None:
         """Notes a forward that has chosen no pass; weights that are used after it may begin one, of its samples."""
         would_join = self.last is not None and self.last.stage is PassStage.OPEN and self.last.batch == batch
