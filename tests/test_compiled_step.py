@@ -647,6 +647,27 @@ def test_transposes_are_copied_for_onednn(tracing_mode: str, monkeypatch: pytest
     assert multiplied == [(512, 1), (512, 1)]
 
 
+@pytest.mark.parametrize("tracing_mode", ["fake", "symbolic"])
+def test_batches_of_one_matrix_are_products_of_two(tracing_mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that are written into a part of another tensor, and read from there or not."""
+    monkeypatch.setattr(products, "time_of_onednn", lambda: 0.9)
+
+    def multiplied(a: Tensor, b: Tensor, several: Tensor) -> tuple[Tensor, ...]:
+        rows, transposed = a.new_zeros(3, 512, 300), a.mT.contiguous().mT
+        torch.bmm(a, b, out=rows[:1])
+        written = torch.bmm(transposed, b, out=rows[2:])
+        return rows, written * 2, torch.bmm(a, b), torch.bmm(several, several.mT)
+
+    sizes = (1, 512, 256), (1, 256, 300), (2, 300, 400)
+    inputs = tuple(torch.randn(size, dtype=torch.float32) for size in sizes)
+    graph = make_fx(multiplied, tracing_mode=tracing_mode)(*inputs)
+    take_faster_products(graph)
+    torch.testing.assert_close(graph(*inputs), multiplied(*inputs), rtol=1e-4, atol=1e-4)
+    names = [str(node.target) for node in graph.graph.nodes]
+    assert names.count("expanded_nn.product.default") == 3
+    assert names.count("aten.bmm.default") == 1
+
+
 def test_time_of_onednn_is_measured_once() -> None:
     """With values, wherever it is asked for."""
     before = torch.get_rng_state()
