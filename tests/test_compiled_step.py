@@ -193,12 +193,15 @@ def test_recurrent_layers(build: Callable[[], nn.Module]) -> None:
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
+@pytest.mark.parametrize("sizes", [(), (39, 38, 40, 41)])
 @pytest.mark.parametrize("time", [0.5, 0.9])
-def test_gates_are_computed_again_where_products_are_quick(time: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gates_are_computed_again_where_products_are_quick(
+    time: float, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(recurrence, "time_of_onednn", lambda: time)
-    batches = [(torch.randn(40, 3, 5, dtype=torch.float32),)] * 3
+    batches = [(torch.randn(size, 3, 5, dtype=torch.float32),) for size in (40, 40, *sizes)]
     step = law(lambda: nn.LSTM(5, 32, batch_first=True).float(), clipped, batches)
-    (graph,) = graphs(step)
+    graph = graphs(step)[-1]
     nodes = {str(node.target): node for node in graph.function.graph.nodes}
     keeps_gates = nodes["expanded_nn.recurrence.default"].args[2]
     assert keeps_gates == (time == 0.9)
@@ -207,13 +210,14 @@ def test_gates_are_computed_again_where_products_are_quick(time: float, monkeypa
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # inductor's own
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU, nn.LSTMCell, nn.GRUCell])
-def test_recurrences_of_many_sizes_are_compiled_for_any(kind: type[nn.Module]) -> None:
+def test_recurrences_of_many_sizes_are_compiled_for_any(kind: type[nn.Module], dtype: torch.dtype) -> None:
     is_cell = issubclass(kind, nn.RNNCellBase)
     sizes = (5, 6), (5, 6), (7, 6), (7, 6), (3, 6), (9, 6), (4, 6), (4, 7), (4, 12)
-    batches = [(torch.randn(*size[: 1 if is_cell else 2], 3),) for size in sizes]
+    batches = [(torch.randn(*size[: 1 if is_cell else 2], 3, dtype=dtype),) for size in sizes]
     of_layout = {} if is_cell else {"batch_first": True}
-    law(lambda: kind(3, 4, **of_layout), clipped, batches, backend="inductor")  # whose cache may leave a size out
+    law(lambda: kind(3, 4, **of_layout).to(dtype), clipped, batches, backend="inductor")  # whose cache may leave a size out
 
 
 def test_attention() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import log2, prod
+from typing import Any, cast
 
 import torch
 
@@ -16,6 +17,12 @@ import torch
 def is_symbol(size: object) -> bool:
     """Whether a size is a symbol of a traced graph, for any size: it cannot be the length of a loop."""
     return isinstance(size, torch.SymInt)
+
+
+def usual_size(size: int) -> int:
+    """A size, and of a symbol that of the call which is traced: others are assumed to be about as large."""
+    hint: int = cast(Any, size).node.hint if is_symbol(size) else size
+    return hint
 
 
 def at_once(numel: int, limit: int) -> int:
@@ -295,8 +302,8 @@ def keeps_gates(
     0.97 to 1.03 with 2^14, 0.87 to 0.91 with 2^16. Elsewhere than on a CPU nothing was measured.
     """
     few = FEW_STATES if threads == 1 and not recomputes_quickly else FEW_STATES_OF_THREADS
-    is_small = not is_symbol(states) and states <= few
-    return device == "cpu" and dtype in (torch.float32, torch.float64) and not (has_kernel and is_small)
+    takes_kernel = has_kernel and usual_size(states) <= few
+    return device == "cpu" and dtype in (torch.float32, torch.float64) and not takes_kernel
 
 
 MANY_STEPS = 32
