@@ -217,7 +217,8 @@ def test_recurrences_of_many_sizes_are_compiled_for_any(kind: type[nn.Module], d
     sizes = (5, 6), (5, 6), (7, 6), (7, 6), (3, 6), (9, 6), (4, 6), (4, 7), (4, 12)
     batches = [(torch.randn(*size[: 1 if is_cell else 2], 3, dtype=dtype),) for size in sizes]
     of_layout = {} if is_cell else {"batch_first": True}
-    law(lambda: kind(3, 4, **of_layout).to(dtype), clipped, batches, backend="inductor")  # whose cache may leave a size out
+    # whose cache may leave a size out
+    law(lambda: kind(3, 4, **of_layout).to(dtype), clipped, batches, backend="inductor")
 
 
 def test_attention() -> None:
