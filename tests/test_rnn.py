@@ -130,7 +130,8 @@ def test_products_of_onednn(
 ) -> None:
     """In the loops over time, where it is quick, and the weight has no gaps between its rows."""
     monkeypatch.setattr(equations, "time_of_onednn", lambda: 0.5)
-    monkeypatch.setattr(cost, "LARGE_FOR_ONEDNN", 1)
+    monkeypatch.setattr(cost, "LARGE_IN_LOOP", 1)
+    monkeypatch.setattr(cost, "SHORT_SIDE", 1)
     monkeypatch.setattr(cost, "FEW_STATES", 0)
     multiplied: list[tuple[int, ...]] = []
     monkeypatch.setattr(equations, "by_onednn", lambda a, b: multiplied.append(b.shape) or by_onednn(a, b))

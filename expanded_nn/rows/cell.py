@@ -109,12 +109,12 @@ def _filled_quickly(
     """Whether oneDNN is quick at a sum of outer products for each sample; then it is written to `out`."""
     if type(term) is not Outer or term.dtype is not torch.float32 or out.device.type != "cpu":
         return False
-    g, a = term.unscaled()  # (B, T, out), (B, T, in)
-    is_worth_it = cost.takes_matrices_one_by_one(g.shape[2], a.shape[1], a.shape[2])
-    if not is_worth_it or not cost.is_quick(time_of_onednn()):
+    rows, columns = term.row_shape
+    if not cost.takes_matrices_one_by_one(rows, term.positions, columns) or not cost.is_quick(time_of_onednn()):
         return False
-    for g_of_one, a_of_one, rows in zip(g.mT, a, out.view(len(out), *term.row_shape), strict=True):
-        torch.mul(by_onednn(g_of_one.contiguous(), a_of_one.contiguous()), term.coefficient, out=rows)
+    g, a = term.unscaled()  # (B, T, rows), (B, T, columns)
+    for g_of_one, a_of_one, of_one in zip(g.mT, a, out.view(-1, rows, columns), strict=True):
+        torch.mul(by_onednn(g_of_one.contiguous(), a_of_one.contiguous()), term.coefficient, out=of_one)
     return True
 
 

@@ -347,7 +347,7 @@ def _adder_of_products(rows: int, b: Tensor) -> Callable[[Tensor, Tensor], objec
     """What adds `a @ b` to a matrix in place, given that and `a`, which has up to so many rows."""
     is_single = b.dtype is torch.float32 and b.device.type == "cpu"
     is_dense = b.is_contiguous() or b.t().is_contiguous()
-    if is_single and is_dense and cost.product_is_large_for_onednn(rows, *b.shape) and cost.is_quick(time_of_onednn()):
+    if is_single and is_dense and cost.product_in_loop_is_large(rows, *b.shape) and cost.is_quick(time_of_onednn()):
         return lambda total, a: total.add_(by_onednn(a.contiguous(), b))
     return lambda total, a: total.addmm_(a, b)
 
