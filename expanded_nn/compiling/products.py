@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from expanded_nn.common.operations import registered
-from expanded_nn.common.products import by_onednn, time_of_onednn
+from expanded_nn.common.products import by_onednn, is_dense, time_of_onednn
 from expanded_nn.core import cost
 
 aten = torch.ops.aten
@@ -71,9 +71,8 @@ def _take_out_of_batch(graph: fx.Graph, node: fx.Node) -> None:
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
     (m, k), n = a.shape, b.shape[1]
-    # matrices with gaps between their rows take oneDNN a thousand times as long
-    is_dense = a.is_contiguous() and (b.is_contiguous() or b.t().is_contiguous())
-    return by_onednn(a, b) if is_dense and cost.product_is_large(m, k, n) else torch.mm(a, b)
+    may_be_onednn = a.is_contiguous() and is_dense(b) and cost.product_is_large(m, k, n)
+    return by_onednn(a, b) if may_be_onednn else torch.mm(a, b)
 
 
 def _shape(a: Tensor, b: Tensor) -> Tensor:

@@ -131,6 +131,10 @@ def product_is_small(count: int) -> bool:
 LARGE_PRODUCT, SHORT_SIDE = 1 << 25, 8
 
 
+def _is_large(m: int, k: int, n: int, limit: int) -> bool:
+    return min(m, k, n) >= SHORT_SIDE and m * k * n >= limit
+
+
 def product_is_large(m: int, k: int, n: int) -> bool:
     """Whether a product of matrices, m x k and k x n, is large enough for another library, where that is faster.
 
@@ -138,7 +142,7 @@ def product_is_large(m: int, k: int, n: int) -> bool:
     AVX-512), rows one after the other: 0.56 to 0.98 of the time on one thread from here on, and 0.5 to 1.05 on two; 2.4
     where one matrix is a single row.
     """
-    return min(m, k, n) >= SHORT_SIDE and m * k * n >= LARGE_PRODUCT
+    return _is_large(m, k, n, LARGE_PRODUCT)
 
 
 QUICK_TIME, LARGE_IN_LOOP = 0.7, 1 << 21
@@ -159,7 +163,7 @@ def product_in_loop_is_large(m: int, k: int, n: int) -> bool:
     LSTM: 0.93 from here on and 0.80 to 0.90 with eight times as much, 1 and more with half as much; with two threads 1,
     and 0.80 to 0.90.
     """
-    return min(m, k, n) >= SHORT_SIDE and m * k * n >= LARGE_IN_LOOP
+    return _is_large(m, k, n, LARGE_IN_LOOP)
 
 
 ONE_BY_ONE = 1 << 23
@@ -172,7 +176,7 @@ def takes_matrices_one_by_one(m: int, k: int, n: int) -> bool:
     AMD EPYC (Zen 5), one thread and both: 0.55 to 0.65 and 0.55 to 0.9 with twice as much and more, 0.75 and 1.1 with
     half as much, 1 and 1.5 with a quarter of that.
     """
-    return min(m, k, n) >= SHORT_SIDE and m * k * n >= ONE_BY_ONE
+    return _is_large(m, k, n, ONE_BY_ONE)
 
 
 JOINED_NUMEL = 1 << 16

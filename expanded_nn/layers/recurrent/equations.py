@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from expanded_nn.common.products import by_onednn, time_of_onednn
+from expanded_nn.common.products import by_onednn, is_dense, time_of_onednn
 from expanded_nn.core import cost
 from expanded_nn.layers.linear import linear
 from expanded_nn.layers.recurrent.steps import Steps
@@ -346,8 +346,8 @@ def _turned(weight: Tensor, steps: Steps) -> Tensor:
 def _adder_of_products(rows: int, b: Tensor) -> Callable[[Tensor, Tensor], object]:
     """What adds `a @ b` to a matrix in place, given that and `a`, which has up to so many rows."""
     is_single = b.dtype is torch.float32 and b.device.type == "cpu"
-    is_dense = b.is_contiguous() or b.t().is_contiguous()
-    if is_single and is_dense and cost.product_in_loop_is_large(rows, *b.shape) and cost.is_quick(time_of_onednn()):
+    is_large = is_single and is_dense(b) and cost.product_in_loop_is_large(rows, *b.shape)
+    if is_large and cost.is_quick(time_of_onednn()):
         return lambda total, a: total.add_(by_onednn(a.contiguous(), b))
     return lambda total, a: total.addmm_(a, b)
 
