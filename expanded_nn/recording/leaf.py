@@ -248,10 +248,15 @@ class Leaf:
         return grad is None or vanishes(grad)
 
     def note_foreign_part(self) -> None:
-        """Notes whether `.grad` has a part that comes from no rows; to be called before the first rows come."""
+        """Notes whether `.grad` has a part that comes from no rows; to be called before the first rows come.
+
+        Where it has none, what was done to a `.grad` before is over as well.
+        """
         if self.published.rows is None:
-            grad = self.grad
-            self.notes.has_foreign_part = grad is not None and not vanishes(grad)
+            grad, notes = self.grad, self.notes
+            notes.has_foreign_part = grad is not None and not vanishes(grad)
+            if not notes.has_foreign_part:
+                notes.is_scaled, notes.clipped = False, None
 
     def note_incomplete(self) -> None:
         """Notes that rows are about to be dropped whose gradient is a part of `.grad`."""

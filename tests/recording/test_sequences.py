@@ -368,6 +368,12 @@ FOUND: dict[str, Story] = {
         settings={"accumulate_grad": False},
     ),
     "reentrant_checkpoint_and_another_pass": Story([Forward(use="reentrant"), Forward(4), Backward((0, 1))]),
+    "zero_after_a_backward_that_failed_is_no_clipped_gradient": Story(
+        [
+            *(Forward(), Backward(), Clip(), Forward(), Backward(fault="accumulated"), Clear("zero")),
+            *(Forward(samples=0), Backward(), Grads()),
+        ],
+    ),
 }
 
 
