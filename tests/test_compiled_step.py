@@ -6,14 +6,12 @@ default one, or over the whole table.
 
 import copy
 import functools
-import importlib
 import linecache
 import random
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +20,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, distributions, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import expanded_nn as enn
 from cases import CASES, EVEN_SAME, Case
-from expanded_nn.common.products import _measured, time_of_onednn
-from expanded_nn.compiling import products
 from expanded_nn.compiling.backends import _PRODUCTS, _spell_out_small_products, _take_biases_out
-from expanded_nn.compiling.products import take_faster_products
 from expanded_nn.core import cost
-from expanded_nn.layers.recurrent import recurrence
 
 pytestmark = pytest.mark.filterwarnings(EVEN_SAME, "ignore:Using backward\\(\\) with create_graph=True:UserWarning")
 
@@ -193,18 +186,19 @@ def test_recurrent_layers(build: Callable[[], nn.Module]) -> None:
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
-@pytest.mark.parametrize("sizes", [(), (39, 38, 40, 41)])
-@pytest.mark.parametrize("time", [0.5, 0.9])
-def test_gates_are_computed_again_where_products_are_quick(
-    time: float, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("sizes", [(), (39, 38, 40, 41)], ids=["one_size", "any_size"])
+@pytest.mark.parametrize("few_states", [0, 1 << 13])
+def test_small_states_go_through_torchs_kernel(
+    few_states: int, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recurrence, "time_of_onednn", lambda: time)
+    """A graph for any batch chooses by the call that is traced."""
+    monkeypatch.setattr(cost, "FEW_STATES", few_states)
+    monkeypatch.setattr(cost, "FEW_STATES_OF_THREADS", few_states)
     batches = [(torch.randn(size, 3, 5, dtype=torch.float32),) for size in (40, 40, *sizes)]
     step = law(lambda: nn.LSTM(5, 32, batch_first=True).float(), clipped, batches)
-    graph = graphs(step)[-1]
-    nodes = {str(node.target): node for node in graph.function.graph.nodes}
+    nodes = {str(node.target): node for node in graphs(step)[-1].function.graph.nodes}
     keeps_gates = nodes["expanded_nn.recurrence.default"].args[2]
-    assert keeps_gates == (time == 0.9)
+    assert keeps_gates == (few_states == 0)
     assert ("expanded_nn.recurrence_cells.default" in nodes) != keeps_gates
 
 
@@ -560,131 +554,6 @@ def test_biases_are_added_behind_products(tracing_mode: str) -> None:
     _take_biases_out(graph)
     torch.testing.assert_close(graph(*inputs), sums(*inputs))
     assert [node.target for node in graph.graph.nodes].count(torch.ops.aten.addmm.default) == 1
-
-
-def of_products() -> nn.Module:
-    return nn.Sequential(nn.Linear(128, 384), nn.GELU(), nn.Linear(384, 128)).float()
-
-
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
-@pytest.mark.parametrize("is_faster", [True, False])
-def test_large_products_are_those_of_the_faster_library(is_faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of float32 alone, and not those that are known to be small."""
-    monkeypatch.setattr(products, "time_of_onednn", lambda: 0.9 if is_faster else 1.1)
-
-    def multiplied(a: Tensor, b: Tensor, small: Tensor) -> tuple[Tensor, ...]:
-        return a @ b, torch.addmm(a[:, :1], a, b), a.double() @ b.double(), small @ small.mT
-
-    inputs = tuple(torch.randn(size, dtype=torch.float32) for size in ((512, 256), (256, 300), (20, 20)))
-    graph = make_fx(multiplied, tracing_mode="fake")(*inputs)
-    _take_biases_out(graph)
-    take_faster_products(graph)
-    torch.testing.assert_close(graph(*inputs), multiplied(*inputs), rtol=1e-4, atol=1e-4)
-    names = [str(node.target) for node in graph.graph.nodes]
-    assert names.count("expanded_nn.product.default") == (2 if is_faster else 0)
-    assert names.count("aten.mm.default") == (2 if is_faster else 4)
-
-
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
-@pytest.mark.parametrize("sizes", [(5, 7, 3), (128, 2048, 130), (1, 1, 1), (0, 4, 3), (3, 0, 4), (300, 301, 400)])
-def test_products_of_onednn(sizes: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of matrices that lie in memory in any way."""
-    monkeypatch.setattr(cost, "LARGE_PRODUCT", 1)
-    monkeypatch.setattr(cost, "SHORT_SIDE", 1)
-    m, k, n = sizes
-    drawn = functools.partial(torch.randn, dtype=torch.float32)
-    for a in (drawn(m, k), drawn(k, m).mT, drawn(2 * m, 3 * k)[::2, ::3], drawn(k).expand(m, k)):
-        for b in (drawn(k, n), drawn(n, k).mT, drawn(k, 1).expand(k, n)):
-            product = products._product(a, b)
-            expected = (a.double() @ b.double()).float()
-            torch.testing.assert_close(product, expected, rtol=1e-5, atol=1e-5 * max(k, 1) ** 0.5)
-            assert product.is_contiguous()
-            assert product.layout is torch.strided
-
-
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # inductor's own
-@pytest.mark.parametrize("options", [{}, {"cpp_wrapper": True}], ids=str)
-def test_graph_with_products_of_onednn(options: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "time_of_onednn", lambda: 0.9)
-    monkeypatch.setattr(cost, "LARGE_PRODUCT", 1)
-    monkeypatch.setattr(cost, "SHORT_SIDE", 1)
-    monkeypatch.setattr(enn, "compile", functools.partial(enn.compile, **options))
-    sizes = (130, 130, *range(131, 139), 7, 0)
-    batches = [(torch.randn(size, 128, dtype=torch.float32), torch.randint(128, (size,))) for size in sizes]
-    # what a cache holds from another run hides that a size is made a number in this one
-    with importlib.import_module("torch._inductor.config").patch(force_disable_caches=True):
-        law(of_products, classified, batches, backend="inductor", most=4)
-
-
-def test_onednn_multiplies_no_matrix_with_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes a thousand times as long for these."""
-    multiplied: list[tuple[int, ...]] = []
-    monkeypatch.setattr(products, "by_onednn", lambda a, b: multiplied.append(b.stride()) or torch.mm(a, b))
-    a, b = torch.randn(256, 512, dtype=torch.float32), torch.randn(512, 256, dtype=torch.float32)
-    wide = torch.randn(512, 1024, dtype=torch.float32)
-    for left, right in (
-        (a, wide[:, :256]),
-        (wide[:256, ::2], b),
-        (wide[:, :256].mT, b),
-        (a, wide[:256, :512].mT),
-        (b.mT, b),
-        (a[:100], b[:, :100].contiguous()),
-        (a, b[:, :1].expand(512, 256)),
-    ):
-        torch.testing.assert_close(products._product(left, right), left @ right)
-    assert not multiplied
-    for right in (b, a.mT):
-        products._product(a, right)
-    assert multiplied == [(256, 1), (1, 512)]
-
-
-@pytest.mark.parametrize("tracing_mode", ["fake", "symbolic"])
-def test_transposes_are_copied_for_onednn(tracing_mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    multiplied: list[tuple[int, ...]] = []
-    monkeypatch.setattr(products, "time_of_onednn", lambda: 0.9)
-    monkeypatch.setattr(products, "by_onednn", lambda a, b: multiplied.append(a.stride()) or torch.mm(a, b))
-    inputs = torch.randn(512, 256, dtype=torch.float32), torch.randn(512, 300, dtype=torch.float32)
-    graph = make_fx(lambda g, x: ((g * 2).mT @ x, x.mT @ x), tracing_mode=tracing_mode)(*inputs)
-    take_faster_products(graph)
-    torch.testing.assert_close(graph(*inputs), ((inputs[0] * 2).mT @ inputs[1], inputs[1].mT @ inputs[1]))
-    assert multiplied == [(512, 1), (512, 1)]
-
-
-@pytest.mark.parametrize("tracing_mode", ["fake", "symbolic"])
-def test_batches_of_one_matrix_are_products_of_two(tracing_mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also those that are written into a part of another tensor, and read from there or not."""
-    monkeypatch.setattr(products, "time_of_onednn", lambda: 0.9)
-
-    def multiplied(a: Tensor, b: Tensor, several: Tensor) -> tuple[Tensor, ...]:
-        rows, transposed = a.new_zeros(3, 512, 300), a.mT.contiguous().mT
-        torch.bmm(a, b, out=rows[:1])
-        written = torch.bmm(transposed, b, out=rows[2:])
-        return rows, written * 2, torch.bmm(a, b), torch.bmm(several, several.mT)
-
-    sizes = (1, 512, 256), (1, 256, 300), (2, 300, 400)
-    inputs = tuple(torch.randn(size, dtype=torch.float32) for size in sizes)
-    graph = make_fx(multiplied, tracing_mode=tracing_mode)(*inputs)
-    take_faster_products(graph)
-    torch.testing.assert_close(graph(*inputs), multiplied(*inputs), rtol=1e-4, atol=1e-4)
-    names = [str(node.target) for node in graph.graph.nodes]
-    assert names.count("expanded_nn.product.default") == 3
-    assert names.count("aten.bmm.default") == 1
-
-
-def test_time_of_onednn_is_measured_once() -> None:
-    """With values, wherever it is asked for."""
-    before = torch.get_rng_state()
-    _measured.cache_clear()
-    with FakeTensorMode(), torch.device("meta"):
-        time = time_of_onednn()
-    assert time > 0
-    assert time_of_onednn() == time
-    assert torch.equal(before, torch.get_rng_state())
-    assert _measured.cache_info().currsize == 1
-    with torch.backends.mkldnn.flags(enabled=False, allow_tf32=None):
-        assert time_of_onednn() == inf
 
 
 # --- sizes and kinds ----------------------------------------------------------------------------------------------

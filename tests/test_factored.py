@@ -9,12 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-import expanded_nn as enn
 from expanded_nn import FactoredTensor, PerSampleError, PerSampleGrads
-from expanded_nn.common.products import by_onednn
-from expanded_nn.core import cost
 from expanded_nn.core.algebra import Kind
 from expanded_nn.core.geometry import Geometry
 from expanded_nn.core.parts import Parts
@@ -22,7 +19,6 @@ from expanded_nn.core.patches import Patches, inner_by_entries, inner_by_windows
 from expanded_nn.core.terms import Dense, OneHot, Outer, Term
 from expanded_nn.factored import TABLE
 from expanded_nn.layers.conv import conv2d
-from expanded_nn.rows import cell
 from expanded_nn.rows.cell import Cell, Guarded
 
 B = 4
@@ -525,26 +521,3 @@ def test_rows_of_any_layout() -> None:
     same(grads["weight"].flatten(1), rows.flatten(1))
     same(grads["weight"].view(B, 15), rows.reshape(B, 15))
     same(grads.flatten(), rows.flatten(1))
-
-
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
-@pytest.mark.parametrize("time", [0.5, 0.9])
-@pytest.mark.parametrize("loss_reduction", ["sum", "mean"])
-def test_dense_rows_by_onednn(loss_reduction: str, time: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sample by sample, where it is quick."""
-    multiplied: list[torch.Size] = []
-    monkeypatch.setattr(cell, "time_of_onednn", lambda: time)
-    monkeypatch.setattr(cell, "by_onednn", lambda a, b: multiplied.append(a.shape) or by_onednn(a, b))
-    monkeypatch.setattr(cost, "ONE_BY_ONE", 32 * 10 * 24)
-    x, layers = torch.randn(3, 10, 24), nn.Sequential(nn.Linear(24, 32), nn.Tanh(), nn.Linear(32, 4))
-    model = enn.convert(copy.deepcopy(layers).float()).per_sample(materialize=True, loss_reduction=loss_reduction)
-    for _ in range(2):  # the second time into the same memory
-        model.zero_grad()
-        loss = model(x.float()).sin().sum()
-        (loss if loss_reduction == "sum" else loss / len(x)).backward()
-    for i in range(len(x)):
-        grads = torch.autograd.grad(layers(x[i : i + 1]).sin().sum(), list(layers.parameters()))
-        for parameter, grad in zip(model.parameters(), grads, strict=True):
-            torch.testing.assert_close(parameter.grad_sample[i].double(), grad, rtol=1e-4, atol=1e-4)
-            assert type(parameter.grad_sample) is Tensor
-    assert multiplied == [(32, 10)] * (2 * 3 if time == 0.5 else 0)

@@ -13,9 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import expanded_nn as enn
 from cases import CELLS, FEATURES, HIDDEN, KINDS, RECURRENT, STEPS, Case, recurrent
-from expanded_nn.common.products import by_onednn
 from expanded_nn.core import cost
-from expanded_nn.layers.recurrent import equations
 from expanded_nn.layers.recurrent.equations import Lstm
 from oracle import (
     Call,
@@ -119,39 +117,6 @@ def test_large_layers_in_single_precision(kind: str) -> None:
 
     expected = rows(torch.float64)
     assert_close_rows(rows(torch.float32), expected, 1e-5)
-
-
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
-@pytest.mark.parametrize("has_gaps", [False, True])
-@pytest.mark.parametrize("lengths", [None, (5, 3, 1)])
-@pytest.mark.parametrize("kind", KINDS)
-def test_products_of_onednn(
-    kind: str, lengths: tuple[int, ...] | None, has_gaps: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In the loops over time, where it is quick, and the weight has no gaps between its rows."""
-    monkeypatch.setattr(equations, "time_of_onednn", lambda: 0.5)
-    monkeypatch.setattr(cost, "LARGE_IN_LOOP", 1)
-    monkeypatch.setattr(cost, "SHORT_SIDE", 1)
-    monkeypatch.setattr(cost, "FEW_STATES", 0)
-    multiplied: list[tuple[int, ...]] = []
-    monkeypatch.setattr(equations, "by_onednn", lambda a, b: multiplied.append(b.shape) or by_onednn(a, b))
-    layer, arguments = KINDS[kind]
-    module, x = layer(FEATURES, HIDDEN, batch_first=True, **arguments), torch.randn(3, 5, FEATURES)
-    model, samples = enn.convert(module).float(), [x[i : i + 1, : lengths and lengths[i]] for i in range(3)]
-    if has_gaps:
-        weight = model.weight_hh_l0
-        weight.data = torch.stack((weight.data, weight.data), -1)[..., 0]
-        assert not weight.is_contiguous()
-    h0 = torch.zeros(1, 1, module.proj_size or HIDDEN).float().expand(-1, 3, -1)  # one number for all samples
-    states = (h0, torch.zeros(1, 3, HIDDEN).float()) if layer is nn.LSTM else h0
-    inputs = x.float() if lengths is None else pack_sequence([sample[0].float() for sample in samples])
-    output = model.per_sample(loss_reduction="sum")(inputs, states)[0]
-    (output.data if lengths else output).sin().sum().backward()
-    for i, sample in enumerate(samples):
-        module.zero_grad()
-        module(sample)[0].sin().sum().backward()
-        assert_close_rows({name: rows[i].double() for name, rows in rows_of(model).items()}, grads_of(module), 1e-4)
-    assert bool(multiplied) != has_gaps
 
 
 @pytest.mark.parametrize("keeps_gates", [True, False])

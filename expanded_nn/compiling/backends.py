@@ -14,7 +14,6 @@ from torch import Tensor, fx
 from expanded_nn._errors import complaint
 from expanded_nn.common.meanwhile import meanwhile
 from expanded_nn.compiling.memory import memory_of
-from expanded_nn.compiling.products import take_faster_products
 from expanded_nn.core import cost
 
 Backend = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]
@@ -53,7 +52,6 @@ def _of_torch(
             raise TypeError(str(complaint("enn.compile", problem, wanted, "Leave them out.")))
         _spell_out_small_products(graph)
         _take_biases_out(graph)
-        take_faster_products(graph)
         compiler = partial(_compiled_in_order, OPTIONS | options)
     else:
         compiler = import_module("torch._dynamo").lookup_backend(backend)
@@ -135,7 +133,6 @@ def _take_biases_out(graph: fx.GraphModule) -> None:
         offset, *factors = node.args
         with graph.graph.inserting_before(node):
             product = graph.graph.call_function(aten.mm.default, tuple(factors))
-            product.meta = node.meta
             product = graph.graph.call_function(aten.unsqueeze.default, (product, 0))
             total = graph.graph.call_function(aten.add.Tensor, (product, offset))
         node.target, node.args = aten.squeeze.dim, (total, 0)

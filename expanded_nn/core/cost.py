@@ -128,57 +128,6 @@ def product_is_small(count: int) -> bool:
     return count <= SMALL_PRODUCT
 
 
-LARGE_PRODUCT, SHORT_SIDE = 1 << 25, 8
-
-
-def _is_large(m: int, k: int, n: int, limit: int) -> bool:
-    return min(m, k, n) >= SHORT_SIDE and m * k * n >= limit
-
-
-def product_is_large(m: int, k: int, n: int) -> bool:
-    """Whether a product of matrices, m x k and k x n, is large enough for another library, where that is faster.
-
-    It trades its longer call, some 30 microseconds, against its time, which is measured. On an AMD EPYC (Zen 4,
-    AVX-512), rows one after the other: 0.56 to 0.98 of the time on one thread from here on, and 0.5 to 1.05 on two; 2.4
-    where one matrix is a single row.
-    """
-    return _is_large(m, k, n, LARGE_PRODUCT)
-
-
-QUICK_TIME, LARGE_IN_LOOP = 0.7, 1 << 21
-
-
-def is_quick(time_of_onednn: float) -> bool:
-    """Whether oneDNN is so much faster than torch's usual library that even a loop's products are worth a longer call.
-
-    Measured: its time as a ratio to the usual one is 0.46 on an AMD EPYC of Zen 5, 0.93 on one of Zen 4.
-    """
-    return time_of_onednn <= QUICK_TIME
-
-
-def product_in_loop_is_large(m: int, k: int, n: int) -> bool:
-    """Whether the products of a loop over time, m x k and k x n, are large enough for oneDNN where that is quick.
-
-    It trades some 10 microseconds against half of the time. Measured on an AMD EPYC (Zen 5), whole compiled steps of an
-    LSTM: 0.93 from here on and 0.80 to 0.90 with eight times as much, 1 and more with half as much; with two threads 1,
-    and 0.80 to 0.90.
-    """
-    return _is_large(m, k, n, LARGE_IN_LOOP)
-
-
-ONE_BY_ONE = 1 << 23
-
-
-def takes_matrices_one_by_one(m: int, k: int, n: int) -> bool:
-    """Whether products of batches, of matrices m x k and k x n, are computed one by one where oneDNN is quick.
-
-    It trades copies of a factor and of the result, which stay in the cache, against half of the time. Measured on an
-    AMD EPYC (Zen 5), one thread and both: 0.55 to 0.65 and 0.55 to 0.9 with twice as much and more, 0.75 and 1.1 with
-    half as much, 1 and 1.5 with a quarter of that.
-    """
-    return _is_large(m, k, n, ONE_BY_ONE)
-
-
 JOINED_NUMEL = 1 << 16
 
 
@@ -301,24 +250,15 @@ threads 0.83 to 0.92 with 2^10 and 2^11, 0.93 to 0.99 with 2^12 and 2^13, 0.95 t
 """
 
 
-def keeps_gates(
-    dtype: torch.dtype,
-    device: str,
-    states: int,
-    threads: int,
-    *,
-    has_kernel: bool,
-    recomputes_quickly: bool = False,  # in a graph, whose large products are oneDNN's, where that is quick
-) -> bool:
+def keeps_gates(dtype: torch.dtype, device: str, states: int, threads: int, *, has_kernel: bool) -> bool:
     """Whether the forward of an LSTM or GRU is a loop over time that keeps the gates for the backward.
 
     It trades memory and torch's own kernel, if that does all steps at once, against computing the gates twice. Measured
     on whole steps: a GRU 0.8 with 512 units and 128 steps, 1 with 128 units and 32 steps; an LSTM 0.92 to 0.96 with 128
-    units or more and 32 samples or more. On an Intel Xeon a GRU 0.77 to 0.89, an LSTM 0.83 to 1. In compiled steps of
-    an LSTM on an AMD EPYC (Zen 5), where oneDNN is quick, 1.0 to 1.4 with up to 2^12 numbers in the states of a step,
-    0.97 to 1.03 with 2^14, 0.87 to 0.91 with 2^16. Elsewhere than on a CPU nothing was measured.
+    units or more and 32 samples or more. On an Intel Xeon a GRU 0.77 to 0.89, an LSTM 0.83 to 1. Elsewhere than on a
+    CPU nothing was measured.
     """
-    few = FEW_STATES if threads == 1 and not recomputes_quickly else FEW_STATES_OF_THREADS
+    few = FEW_STATES if threads == 1 else FEW_STATES_OF_THREADS
     takes_kernel = has_kernel and usual_size(states) <= few
     return device == "cpu" and dtype in (torch.float32, torch.float64) and not takes_kernel
 

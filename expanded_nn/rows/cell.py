@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from expanded_nn._errors import complaint
-from expanded_nn.common.products import by_onednn, time_of_onednn
-from expanded_nn.core import algebra, cost
+from expanded_nn.core import algebra
 from expanded_nn.core.algebra import Kind
-from expanded_nn.core.terms import Dense, Outer, Term
+from expanded_nn.core.terms import Dense, Term
 from expanded_nn.rows.storage import Recycled
 
 
@@ -95,27 +93,9 @@ class Cell:
             blocks, out = self.unchanged(), None
             if memory is not None and len(blocks) == 1 and blocks[0][1] and blocks[0][1][0].fills_memory:
                 out = memory.empty((blocks[0][0], *self.kind.row_shape), self.kind.dtype, self.kind.device)
-            if out is None or len(blocks[0][1]) > 1 or not _filled_quickly(out, blocks[0][1][0]):
-                out = algebra.dense(blocks, self.kind, out).contiguous()  # as the wrapper says it is
-            self.dense = out
+            self.dense = algebra.dense(blocks, self.kind, out).contiguous()  # as the wrapper says it is
             self.blocks = ()
         return self.dense
-
-
-def _filled_quickly(
-    out: Tensor,  # (B, *row_shape)
-    term: Term,
-) -> bool:
-    """Whether oneDNN is quick at a sum of outer products for each sample; then it is written to `out`."""
-    if type(term) is not Outer or term.dtype is not torch.float32 or out.device.type != "cpu":
-        return False
-    rows, columns = term.row_shape
-    if not cost.takes_matrices_one_by_one(rows, term.positions, columns) or not cost.is_quick(time_of_onednn()):
-        return False
-    g, a = term.unscaled()  # (B, T, rows), (B, T, columns)
-    for g_of_one, a_of_one, of_one in zip(g.mT, a, out.view(-1, rows, columns), strict=True):
-        torch.mul(by_onednn(g_of_one.contiguous(), a_of_one.contiguous()), term.coefficient, out=of_one)
-    return True
 
 
 def _merged(terms: tuple[Guarded, ...]) -> tuple[Guarded, ...]:

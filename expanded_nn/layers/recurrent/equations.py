@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from expanded_nn.common.products import by_onednn, is_dense, time_of_onednn
 from expanded_nn.core import cost
 from expanded_nn.layers.linear import linear
 from expanded_nn.layers.recurrent.steps import Steps
@@ -148,10 +147,9 @@ class Elman(Recurrence):
     def loop(self, inputs: LoopInputs) -> None:
         steps = inputs.steps
         gs, zs = steps.split(inputs.g), steps.split(inputs.z)
-        add_product = _adder_of_products(steps.batch, inputs.weights.hh)
         for t in reversed(range(len(gs))):
             zs[t].mul_(gs[t])
-            add_product(_first(gs[t - 1] if t else inputs.g_h, steps.sizes[t]), zs[t])
+            _first(gs[t - 1] if t else inputs.g_h, steps.sizes[t]).addmm_(zs[t], inputs.weights.hh)
 
 
 class Lstm(Recurrence):
@@ -180,12 +178,11 @@ class Lstm(Recurrence):
         steps, x, h, c, weights = inputs
         assert c is not None
         size, outputs = c.shape[1], []
-        z = self._of_x(steps.flat(x), weights)
-        add_product = _adder_of_products(steps.batch, _turned(weights.hh, steps))
+        z, weight_hh = self._of_x(steps.flat(x), weights), _turned(weights.hh, steps)
         gates = z.unflatten(1, (4, size))
         n, cells = z.new_empty(len(z), size), z.new_empty(len(z), size)
         for z_now, i, f, third, o, n_now, c_now in zip(*map(steps.split, (z, *gates.unbind(1), n, cells)), strict=True):
-            add_product(z_now, _first(h, len(z_now)))
+            z_now.addmm_(_first(h, len(z_now)), weight_hh)
             _tanh(third, n_now)
             z_now.sigmoid_()
             c = torch.mul(i, n_now, out=c_now).addcmul_(f, _first(c, len(z_now)))
@@ -220,14 +217,13 @@ class Lstm(Recurrence):
         steps, weights, z, multipliers, g, g_h, g_c = inputs
         assert g_c is not None
         gs, zs, slopes, forgets = map(steps.split, (g, z, *multipliers))
-        add_product = _adder_of_products(steps.batch, weights.hh)
         for t in reversed(range(len(gs))):
             running = steps.sizes[t]
             by_h = gs[t] if weights.hr is None else torch.mm(gs[t], weights.hr)
             by_c = _first(g_c, running).addcmul_(by_h, slopes[t])
             zs[t].mul_(torch.cat((by_c, by_c, by_c, by_h), 1))
             by_c.mul_(forgets[t])
-            add_product(_first(gs[t - 1] if t else g_h, running), zs[t])
+            _first(gs[t - 1] if t else g_h, running).addmm_(zs[t], weights.hh)
 
     def _of_x(self, x: Tensor, weights: Weights) -> Tensor:
         """What the pre-activations are without the states, `(N, 4 * hidden)`."""
@@ -238,7 +234,7 @@ class Lstm(Recurrence):
         """The gates i and f, the tanh of the new cell states, the gate o; n; and the new cell states."""
         steps, weights = saved.steps, saved.weights
         assert saved.c0 is not None
-        z = torch.addmm(self._of_x(steps.flat(saved.x), weights), saved.h, weights.hh.t())
+        z = self._of_x(steps.flat(saved.x), weights).addmm_(saved.h, weights.hh.t())
         gates = z.unflatten(1, (4, saved.c0.shape[1]))
         n = gates[:, 2].clone(memory_format=torch.contiguous_format).tanh_()
         i, f, _, o = gates.sigmoid_().unbind(1)
@@ -263,8 +259,7 @@ class Gru(Recurrence):
 
     def with_gates(self, inputs: Inputs) -> tuple[Tensor, Tensor | None, Gates]:
         steps, x, h, _, weights = inputs
-        size, outputs = h.shape[1], []
-        add_product = _adder_of_products(steps.batch, _turned(weights.hh, steps))
+        size, weight_hh, outputs = h.shape[1], _turned(weights.hh, steps), []
         of_h = F.linear(steps.flat(x), weights.ih, weights.bias_ih)  # that of x, so far
         rz, h_n = of_h.split([2 * size, size], 1)
         n = h_n.clone(memory_format=torch.contiguous_format)
@@ -275,7 +270,7 @@ class Gru(Recurrence):
             *map(steps.split, (of_h, rz, *rz.chunk(2, 1), h_n, n)), strict=True
         ):
             h = _first(h, len(h_now))
-            add_product(h_now, h)
+            h_now.addmm_(h, weight_hh)
             rz_now.sigmoid_()
             h = torch.lerp(n_now.addcmul_(r, h_n_now).tanh_(), h, z)
             outputs.append(h)
@@ -300,12 +295,11 @@ class Gru(Recurrence):
         steps, weights, z, (keep,), g, g_h, _ = inputs
         gs, keeps, zs = map(steps.split, (g, keep, z))
         by_h = steps.split(z.unflatten(1, (3, g.shape[1])))
-        add_product = _adder_of_products(steps.batch, weights.hh)
         for t in reversed(range(len(gs))):
             by_h[t].mul_(gs[t].unsqueeze(1))
             g_before = _first(gs[t - 1] if t else g_h, steps.sizes[t])
             g_before.addcmul_(gs[t], keeps[t])
-            add_product(g_before, zs[t])
+            g_before.addmm_(zs[t], weights.hh)
 
     def _gates(self, saved: Saved) -> Gates:
         """The gates r and z and `weight_hn h + bias_hn`; and n."""
@@ -341,15 +335,6 @@ def _run(layer: Any, inputs: Inputs, states: Any) -> Any:
 def _turned(weight: Tensor, steps: Steps) -> Tensor:
     """The transpose of a weight; in memory of its own where that is worth it, as each product packs it anew."""
     return weight.t().contiguous() if cost.turns_weight_once(steps.count) else weight.t()
-
-
-def _adder_of_products(rows: int, b: Tensor) -> Callable[[Tensor, Tensor], object]:
-    """What adds `a @ b` to a matrix in place, given that and `a`, which has up to so many rows."""
-    is_single = b.dtype is torch.float32 and b.device.type == "cpu"
-    is_large = is_single and is_dense(b) and cost.product_in_loop_is_large(rows, *b.shape)
-    if is_large and cost.is_quick(time_of_onednn()):
-        return lambda total, a: total.add_(by_onednn(a.contiguous(), b))
-    return lambda total, a: total.addmm_(a, b)
 
 
 def _tanh(x: Tensor, out: Tensor) -> Tensor:

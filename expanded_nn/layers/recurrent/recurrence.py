@@ -7,7 +7,6 @@ weight's rows are one sum of outer products over all steps.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from expanded_nn.common.modes import is_autocast, is_batched, without_autocast
-from expanded_nn.common.products import time_of_onednn
 from expanded_nn.common.shared import as_no_view, is_shared, shared
 from expanded_nn.common.traced import is_traced
 from expanded_nn.core import cost
@@ -165,16 +163,14 @@ def _composite(recurrence: Recurrence, inputs: Inputs) -> States:
 def _keeps_gates(recurrence: Recurrence, steps: Steps, weights: Weights, *inputs: Tensor | None) -> bool:
     """Whether a backward may follow, in the dtype of the forward, for which gates are worth keeping."""
     tensors = [x for x in (*inputs, *weights) if x is not None]
-    states, threads = steps.batch * weights.hh.shape[-1], torch.get_num_threads()
-    has_kernel = recurrence.has_kernel(steps, weights)
-    recomputes_quickly = has_kernel and is_traced() and cost.is_quick(time_of_onednn())
-    keeps = partial(cost.keeps_gates, has_kernel=has_kernel, recomputes_quickly=recomputes_quickly)
+    has_kernel, threads = recurrence.has_kernel(steps, weights), torch.get_num_threads()
+    states = steps.batch * weights.hh.shape[-1]
     return (
         torch.is_grad_enabled()
         and bool(steps.count)  # without steps, torch's own error tells what is wrong
         and not steps.cell
         and any(x.requires_grad for x in tensors)
-        and all(keeps(x.dtype, x.device.type, states, threads) for x in tensors)
+        and all(cost.keeps_gates(x.dtype, x.device.type, states, threads, has_kernel=has_kernel) for x in tensors)
         and not is_autocast()
     )
 
