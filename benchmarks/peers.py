@@ -73,21 +73,22 @@ def clipped_sum(rows: Iterable[Tensor]) -> list[Tensor]:
 def plain(task: Task, convert: Callable[[nn.Module], nn.Module] = deepcopy, compiled: bool = False) -> Step:
     """The ordinary mini-batch step."""
     model = convert(task.model)
-    called = torch.compile(model) if compiled else model
+    called, parameters = torch.compile(model) if compiled else model, list(model.parameters())
 
     def run() -> list[Tensor]:
         task.loss(called).backward()
-        return gradients(model, "grad")
+        return gradients(parameters, "grad")
 
     return Step(run, model.zero_grad)
 
 
-def gradients(model: nn.Module, attribute: str) -> list[Tensor]:
-    return [getattr(parameter, attribute) for parameter in model.parameters()]
+def gradients(parameters: list[nn.Parameter], attribute: str) -> list[Tensor]:
+    return [getattr(parameter, attribute) for parameter in parameters]
 
 
 def ours(task: Task, clip: bool = False, compiled: bool = False, **mode: bool) -> Step:
     model = enn.convert(task.model).per_sample(**mode)
+    parameters = list(model.parameters())
 
     def step(x: Tensor, y: Tensor) -> None:
         replace(task, x=x, y=y).loss(model).backward()
@@ -104,7 +105,7 @@ def ours(task: Task, clip: bool = False, compiled: bool = False, **mode: bool) -
             model.zero_grad()
             waits = False
         called(task.x, task.y)
-        return gradients(model, "grad" if clip else "grad_sample")
+        return gradients(parameters, "grad" if clip else "grad_sample")
 
     return Step(run, model.zero_grad, untimed=7)
 
@@ -207,7 +208,7 @@ def batch_grad(task: Task, clip: bool) -> Step:
         missing = {type(each).__name__ for each in model.modules() for p in each.parameters(recurse=False) if lacks(p)}
         if missing:
             raise NotImplementedError(f"no rows for the parameters of {', '.join(sorted(missing))}")
-        rows = gradients(model, "grad_batch")
+        rows = gradients(parameters, "grad_batch")
         return clipped_sum(rows) if clip else rows
 
     return Step(run, partial(forget, parameters, "grad_batch"))
