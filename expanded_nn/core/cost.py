@@ -241,12 +241,13 @@ It trades memory against calls. Measured: 2^18 numbers 0.9 to 1.2, 2^22 1, but 4
 """
 
 
-FEW_STATES, FEW_STATES_OF_THREADS = 1 << 10, 1 << 13
+FEW_STATES, FEW_STATES_OF_THREADS = 1 << 10, 1 << 12
 """Up to how many numbers in the states of one step torch's kernel for all steps is fastest: on one thread, on several.
 
 It trades calls and threads, for which a loop's operations are too small, against computing the gates twice. Measured on
-an AMD EPYC, eager and compiled: 0.97 and 0.99 with 2^10 numbers on one thread, 1.03 with 2^11, 1.09 with 2^13; on two
-threads 0.83 to 0.92 with 2^10 and 2^11, 0.93 to 0.99 with 2^12 and 2^13, 0.95 to 1.1 with 2^14.
+whole steps, eager and compiled, on an AMD EPYC (Zen 4) and an Intel Xeon: on one thread 0.97 to 0.99 with 2^10 numbers,
+1.03 to 1.08 with 2^11, 1.09 to 1.2 with 2^13; on two threads 0.8 to 0.95 with 2^10 and 2^11, 0.93 to 0.98 with 2^12,
+0.95 to 1.04 with 2^13, 0.95 to 1.1 with 2^14.
 """
 
 
