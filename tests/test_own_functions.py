@@ -17,6 +17,7 @@ import expanded_nn as enn
 from oracle import Call, assert_close, assert_close_rows, gradient_penalty, loop, rows_of, total_loss
 
 B, T, D = 3, 5, 4
+APPLY_IS_IN_C = not hasattr(Function.apply, "__func__")  # as in torch 2.15
 
 
 def values(*shape: int, seed: int = 1) -> Tensor:
@@ -221,7 +222,7 @@ def _no_loop() -> Any:
 @WHERE_SAMPLES_ARE
 @pytest.mark.parametrize("name", USES)
 def test_rows(name: str, shape: tuple[int, ...]) -> None:
-    if name.startswith("in "):
+    if name.startswith("in ") or (name == "bound early" and APPLY_IS_IN_C):
         warnings.simplefilter("ignore", enn.PerSampleWarning)  # these may go in a loop
     module, call = Own(USES[name]), Call((values(*shape),))
     expected = loop(module, call, shape[0])

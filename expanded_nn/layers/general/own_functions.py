@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from threading import local
+from threading import Lock, local
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -33,10 +33,22 @@ class _Forwards(local):
 
 
 _FORWARDS = _Forwards()
-_applied = Function.apply.__func__  # type: ignore[attr-defined]
-_torchs_apply: Any = getattr(Function, "_torchs_apply", None) or FunctionType(  # there is one if this is imported again
-    _applied.__code__, _applied.__globals__, "apply", closure=_applied.__closure__
-)
+_APPLY = vars(Function)["apply"]  # a class method
+_APPLY_IN_PYTHON: Any = getattr(_APPLY, "__func__", None)
+
+
+def _torchs_apply_of() -> Any:
+    """What `Function.apply` does in torch, as a function of the class and its arguments."""
+    if hasattr(Function, "_torchs_apply"):  # this is imported again
+        return Function._torchs_apply
+    if _APPLY_IN_PYTHON is None:
+        return lambda cls, *args, **kwargs: _APPLY.__get__(None, cls)(*args, **kwargs)
+    return FunctionType(
+        _APPLY_IN_PYTHON.__code__, _APPLY_IN_PYTHON.__globals__, "apply", closure=_APPLY_IN_PYTHON.__closure__
+    )
+
+
+_torchs_apply = _torchs_apply_of()
 
 
 @contextmanager
@@ -47,17 +59,47 @@ def functions_looked_at() -> Iterator[None]:
     for good; outside of this context it does what it did. It stays the same object: many bind it when they are
     imported, `sign = Sign.apply`, and `torch.compile` knows such names by comparing them with it. A torch whose own
     code has other free variables keeps it, and the samples go through the module in a loop.
+
+    Where torch has it in C, as in torch 2.15, `Function.apply` is another one within this context. Names that were
+    bound before are torch's then, and the samples go through modules that use them in a loop.
     """
-    is_new = getattr(Function, "_apply_of_expanded_nn", None) is not _apply
-    if is_new and _applied.__code__.co_freevars == _OtherCode.apply.__code__.co_freevars:
-        Function._torchs_apply = staticmethod(_torchs_apply)  # type: ignore[attr-defined]
-        Function._apply_of_expanded_nn = staticmethod(_apply)  # type: ignore[attr-defined]
-        _applied.__code__ = _OtherCode.apply.__code__
+    if _APPLY_IN_PYTHON is None:
+        _IN_PLACE_OF_C.enter()
+    else:
+        is_new = getattr(Function, "_apply_of_expanded_nn", None) is not _apply
+        if is_new and _APPLY_IN_PYTHON.__code__.co_freevars == _OtherCode.apply.__code__.co_freevars:
+            Function._torchs_apply = staticmethod(_torchs_apply)  # type: ignore[attr-defined]
+            Function._apply_of_expanded_nn = staticmethod(_apply)  # type: ignore[attr-defined]
+            _APPLY_IN_PYTHON.__code__ = _OtherCode.apply.__code__
     _FORWARDS.running += 1
     try:
         yield
     finally:
         _FORWARDS.running -= 1
+        if _APPLY_IN_PYTHON is None:
+            _IN_PLACE_OF_C.leave()
+
+
+class _InPlaceOfC:
+    """`Function.apply` in place of torch's, as long as a forward of any thread looks at Functions."""
+
+    def __init__(self) -> None:
+        self.lock, self.forwards = Lock(), 0
+
+    def enter(self) -> None:
+        with self.lock:
+            self.forwards += 1
+            if self.forwards == 1:
+                Function.apply = classmethod(_apply)  # type: ignore[assignment,method-assign]
+
+    def leave(self) -> None:
+        with self.lock:
+            self.forwards -= 1
+            if not self.forwards:
+                Function.apply = _APPLY  # type: ignore[method-assign]
+
+
+_IN_PLACE_OF_C = _InPlaceOfC()
 
 
 class _OtherCode:
