@@ -34,7 +34,7 @@ from expanded_nn.common.rounding import are_equal, are_near, near
 from expanded_nn.common.steady import RandomStates, WithoutChance, without_traces
 from expanded_nn.common.traced import wait_for_values
 from expanded_nn.factored import FactoredTensor
-from expanded_nn.recording.graph import leaves_behind
+from expanded_nn.recording.graph import graph_of, leaves_behind
 from expanded_nn.recording.sharded import is_sharded
 
 MEET = -1  # in place of a dimension
@@ -343,7 +343,7 @@ class Halves:
         expanded = {
             parameter: weight for parameter, (*_, weight) in self.recorder.expanded.items() if weight.requires_grad
         }
-        if not ends or not expanded:
+        if not ends or not expanded or any(map(_runs_code_of_others, graph_of(*(x.grad_fn for x, _ in ends)))):
             return None
         some = torch.zeros(self.batch, dtype=torch.bool)
         some[self.half] = True
@@ -351,7 +351,10 @@ class Halves:
         for own, others in ((some, ~some), (~some, some)):
             weights = [_numbers_for(own, x, dim, generator) for x, dim in ends]
             try:
-                rows = torch.autograd.grad(results, [*expanded.values()], weights, retain_graph=True, allow_unused=True)
+                with without_traces(self.module):  # of the hooks on tensors of the forward
+                    rows = torch.autograd.grad(
+                        results, [*expanded.values()], weights, retain_graph=True, allow_unused=True
+                    )
             except RuntimeError:  # as of a reentrant checkpoint
                 return None
             found = zip(expanded, rows, strict=True)
@@ -375,6 +378,15 @@ def _without_fused_inference() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(is_enabled)
+
+
+def _runs_code_of_others(node: Any) -> bool:
+    """Whether a node is that of a Function of somebody else's.
+
+    Its backward may call a layer again, run a backward of its own, or use up what it has kept, which cannot be undone.
+    """
+    function = getattr(type(node), "_forward_cls", None)
+    return function is not None and function.__module__.partition(".")[0] != __name__.partition(".")[0]
 
 
 def _has_hooks(module: Any) -> bool:

@@ -630,3 +630,66 @@ def test_classes_are_asked_for_after_a_batch_of_one() -> None:
     with pytest.raises(enn.PerSampleError, match=r"its results do not depend on .*gate"):  # noqa: PT012
         for _ in range(2):
             model(torch.randn(6, 4))
+
+
+class Recomputed(torch.autograd.Function):
+    """A checkpoint written by hand, whose backward runs a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, part: nn.Module) -> Tensor:
+        ctx.part, ctx.kept = part, [x.detach()]
+        with torch.no_grad():
+            return part(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        with torch.enable_grad():
+            x = ctx.kept.pop().requires_grad_()
+            torch.autograd.backward(ctx.part(x), grad)
+        return x.grad, None
+
+
+class ByHand(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.third(Recomputed.apply(self.first(x), self.second).tanh())
+
+
+def test_no_backward_of_others_runs_in_a_comparison() -> None:
+    """It would leave gradients and rows, and use up what it has kept."""
+    module, x = ByHand(), torch.randn(6, 4)
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    for _ in range(5):
+        model.zero_grad()
+        output = model(x)
+        assert all(parameter.grad is None and parameter.grad_sample is None for parameter in model.parameters())
+        output.sin().sum().backward()
+        for i in range(6):
+            module.zero_grad()
+            module(x[i : i + 1]).sin().sum().backward()
+            for parameter, alone in zip(model.parameters(), module.parameters(), strict=True):
+                torch.testing.assert_close(parameter.grad_sample[i], alone.grad)
+
+
+def test_what_hooks_on_tensors_count_in_a_comparison_is_undone() -> None:
+    class Counts(ByHand):
+        def __init__(self) -> None:
+            super().__init__()
+            self.count, self.seen = 0, []
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x)
+            if h.requires_grad:
+                h.register_hook(self.note)
+            return self.third(h)
+
+        def note(self, grad: Tensor) -> None:
+            self.count += 1
+            self.seen.append(grad.shape)
+
+    model = enn.convert(Counts()).per_sample()
+    train(model, 5)
+    assert model.count == len(model.seen) == 5
