@@ -216,3 +216,30 @@ def test_a_sparse_matrix(layout: torch.layout) -> None:
         rows = [torch.autograd.grad(loss, [*plain.parameters()]) for loss in losses]
         names = [name for name, _ in plain.named_parameters()]
         assert_close_rows(rows_of(model), dict(zip(names, map(torch.stack, zip(*rows, strict=True)), strict=True)))
+
+
+class Masked(nn.Module):
+    """Attention with a mask as an argument, `(T, T)`, and a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.scale = nn.MultiheadAttention(D, 2, batch_first=True), nn.Parameter(torch.rand(D))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.attention(x * self.scale, x, x, attn_mask=mask)[0]
+
+
+@pytest.mark.parametrize("compare", [True, False])
+def test_a_mask_that_has_b_rows_by_chance_in_a_later_batch(*, compare: bool) -> None:
+    """As it had others before, it is none of the samples', also where both readings give the same results."""
+    mask = torch.triu(torch.ones(4, 4, dtype=torch.bool), 1)
+    module = Masked()
+    model = enn.convert(module).per_sample(loss_reduction="sum", compare=compare)
+    for batch in (3, 4, 2, 4, 4):
+        x = torch.randn(batch, 4, D)
+        model.zero_grad()
+        model(x, mask).sin().sum().backward()
+        for i in range(batch):
+            grads = torch.autograd.grad(module(x[i : i + 1], mask).sin().sum(), list(module.parameters()))
+            for parameter, grad in zip(model.parameters(), grads, strict=True):
+                torch.testing.assert_close(parameter.grad_sample[i], grad)

@@ -29,6 +29,8 @@ import expanded_nn as enn
 from oracle import Call, assert_close, assert_close_rows, grads_of, loop, rows_of, sample_losses, total_loss
 
 B, D = 3, 4
+IS_OLD = torch.__version__ < (2, 13)  # torch 2.10 cannot take some derivatives, and not index by a number under vmap
+NARROW = torch.narrow if IS_OLD else torch.narrow_copy
 
 Step = Callable[[Any, Tensor], Tensor]  # a model and its input -> what the loss is made of, (B, …)
 
@@ -2586,7 +2588,7 @@ MOVES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     ),
     "split": (
         lambda h, order: torch.cat(h.vsplit(len(h))[::-1]),
-        lambda h, order: torch.cat([torch.narrow_copy(h, 0, i, 1) for i in range(len(h))][::-1]),
+        lambda h, order: torch.cat([NARROW(h, 0, i, 1) for i in range(len(h))][::-1]),
     ),
     "turned": (lambda h, order: h.t()[:, order].t(), lambda h, order: h.mT.index_select(1, order).mT),
     "behind": (lambda h, order: h.unsqueeze(0).flip(1).squeeze(0), lambda h, order: h[None][:, order][0]),
@@ -3060,7 +3062,7 @@ def test_positions_chosen_that_are_as_many_as_the_samples(chosen: Callable[..., 
 
 
 CHOSEN_IN_A_VMAP: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {
-    "number": (lambda h, index: vmap(lambda of_one, i: of_one[i])(h, index), True),
+    **({} if IS_OLD else {"number": (lambda h, index: vmap(lambda of_one, i: of_one[i])(h, index), True)}),
     "vector": (lambda h, index: vmap(lambda of_one, i: of_one[i])(h, index.unsqueeze(1).expand(-1, B)).mean(1), True),
     "index_select": (lambda h, index: vmap(lambda of_one, i: of_one.index_select(0, i[None])[0])(h, index), True),
     "of_the_batch": (lambda h, index: vmap(lambda i: h[i])(index).mean(1), False),

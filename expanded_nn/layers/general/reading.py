@@ -22,6 +22,9 @@ from expanded_nn.modules.layout import all_in_one_row, forward_of, holds_all_sam
 from expanded_nn.recording.expand import comes_from_rows
 
 ErrorOf = Callable[[Called], Exception | None]
+SHARED_ELSEWHERE: Dims = (
+    None,
+)  # where the samples may stand in an argument that all of them have shared in other calls
 
 
 def read(module: Any, args: Any, kwargs: Any, error_of: ErrorOf) -> Called:
@@ -102,7 +105,7 @@ def _may_be_otherwise(module: Any, call: Called) -> list[Dims]:
     folded = [module._alone and _may_be_folded(module, leaf, call.batch) for leaf in call.leaves]
     otherwise = zip(matrices, folded, module._told.seen_shared(call), strict=True)
     return [
-        (0, None) if is_matrix else (FOLDED,) if is_folded else (None,) if is_shared else ()
+        (0, None) if is_matrix else (FOLDED,) if is_folded else SHARED_ELSEWHERE if is_shared else ()
         for is_matrix, is_folded, is_shared in otherwise
     ]
 
@@ -142,11 +145,15 @@ def _reads_either_way(module: Any, leaf: Any) -> bool:
 
 def _best(call: Called, states: list[bool], others: list[Dims], error_of: ErrorOf) -> list[int | None]:
     """The first reading that is right; if none is, the one whose error tells the user most."""
-    pairs = list(zip(states, call.dims, strict=True))
+    # what all samples have shared in other calls is shared first: both readings may agree with the plain forward
+    places = list(zip(call.dims, others, strict=True))
+    usual = [None if other == SHARED_ELSEWHERE else dim for dim, other in places]
+    others = [(dim,) if other == SHARED_ELSEWHERE else other for dim, other in places]
+    pairs = list(zip(states, usual, strict=True))
     where_unknown = [1 if is_state and dim is None else dim for is_state, dim in pairs]
     everywhere = [1 if is_state else dim for is_state, dim in pairs]
     # first the readings that change least: what looks like a state may be an input whose second size is B by chance
-    possible = (readings(dims, others) for dims in (call.dims, where_unknown, everywhere))
+    possible = (readings(dims, others) for dims in (usual, where_unknown, everywhere))
     errors: dict[Dims, Exception] = {}
     for reading in dict.fromkeys(chain(*possible)):
         error = error_of(replace(call, dims=list(reading)))
