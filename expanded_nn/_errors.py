@@ -2,6 +2,7 @@
 
 import os
 import sys
+import sysconfig
 import warnings
 from numbers import Integral, Real
 from pathlib import Path
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 
 # the folders whose lines are not the user's
 LIBRARIES = tuple(f"{Path(file).parent}{os.sep}" for file in (__file__, torch.__file__))
+# those with modules and classes that are not the user's: of Python's own library and of installed packages as well
+NOT_THE_USERS = (*LIBRARIES, *(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")))
 
 
 class PerSampleError(RuntimeError):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import sysconfig
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from importlib.util import resolve_name
@@ -15,18 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from expanded_nn._errors import LIBRARIES
+from expanded_nn._errors import LIBRARIES, NOT_THE_USERS
 from expanded_nn.common.bytecode import computes_keys, constant_keys, global_names, imported_names
 from expanded_nn.common.steady import OWN_STATE
 from expanded_nn.compiling.seen import Seen
 
 PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), range, torch.dtype, torch.device})
 _MADE_BY_LIBRARIES = "<frozen ", "<attrs ", "<__array_function__ "  # not "<stdin>", nor a cell of IPython
-_NOT_THE_USERS = (
-    *LIBRARIES,
-    *(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")),
-    *_MADE_BY_LIBRARIES,
-)
+_NOT_THE_USERS = *NOT_THE_USERS, *_MADE_BY_LIBRARIES
 
 _OF_ANY_MODULE = {*vars(nn.Module()), *OWN_STATE}
 _CACHED = type(cache(len))

@@ -693,3 +693,53 @@ def test_what_hooks_on_tensors_count_in_a_comparison_is_undone() -> None:
     model = enn.convert(Counts()).per_sample()
     train(model, 5)
     assert model.count == len(model.seen) == 5
+
+
+class Tracker:
+    """An object that is no module."""
+
+    def __init__(self) -> None:
+        self.losses: list[Tensor] = []
+        self.calls = 0
+
+
+LOSSES: list[Tensor] = []
+COUNTS: dict[str, int] = {"calls": 0}
+CALLS = 0
+
+
+class Tracked(nn.Module):
+    """Keeps a part of its loss, and counts its calls, in an object and in global variables."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.tracker = nn.Linear(4, 5), nn.Linear(5, 3), Tracker()
+
+    def forward(self, x: Tensor) -> Tensor:
+        global CALLS
+        h = self.first(x).tanh()
+        for losses in (LOSSES, self.tracker.losses):
+            losses.append(h.square().sum())
+        CALLS += 1
+        COUNTS["calls"] += 1
+        self.tracker.calls += 1
+        return self.second(h)
+
+
+def tracked(model: Any, call: Call, first: int = 0) -> Tensor:
+    LOSSES.clear()
+    model.tracker.losses.clear()
+    return total_loss(model, call, first) + sum(LOSSES) + sum(model.tracker.losses)
+
+
+def test_what_a_comparison_leaves_in_objects_and_globals_is_undone() -> None:
+    module, x = Tracked(), torch.randn(6, 4)
+    expected = loop(module, Call((x,)), 6, objective=tracked)
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    calls_before = CALLS, COUNTS["calls"]
+    for step in range(9):
+        model.zero_grad()
+        tracked(model, Call((x,))).backward()
+        assert_close_rows(rows_of(model), expected)
+        calls = CALLS - calls_before[0], COUNTS["calls"] - calls_before[1], model.tracker.calls
+        assert calls == (step + 1,) * 3
