@@ -13,7 +13,6 @@ _SPREAD = {"DICT_MERGE", "DICT_UPDATE", "CALL_FUNCTION_EX"}
 
 
 @lru_cache(maxsize=2**12)  # per-sample mode may be switched often
-@lru_cache(1024)
 def global_names(code: CodeType) -> dict[str, None]:
     """The global variables that it names, in this order; attributes are none, whose names stand beside them."""
     return {

@@ -15,6 +15,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from operator import is_
 from types import FunctionType
 from typing import Any
@@ -281,7 +282,8 @@ class _Globals:
         for namespace, named in self.variables:
             namespace.update({name: value for name, value in named.items() if namespace.get(name) is not value})
         for container, before in self.containers:
-            parts, parts_before = ([*x.values()] if type(x) is dict else [*x] for x in (container, before))
+            contents_of = (chain.from_iterable(x.items()) if type(x) is dict else x for x in (container, before))
+            parts, parts_before = map(list, contents_of)
             if len(parts) != len(parts_before) or not all(map(is_, parts, parts_before)):
                 _put_back(container, before)
 

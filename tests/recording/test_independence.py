@@ -705,6 +705,7 @@ class Tracker:
 
 LOSSES: list[Tensor] = []
 COUNTS: dict[str, int] = {"calls": 0}
+NAMED: dict[str, object] = {"call": object()}
 CALLS = 0
 
 
@@ -722,6 +723,8 @@ class Tracked(nn.Module):
             losses.append(h.square().sum())
         CALLS += 1
         COUNTS["calls"] += 1
+        (name,) = NAMED
+        NAMED[name + "'"] = NAMED.pop(name)
         self.tracker.calls += 1
         return self.second(h)
 
@@ -736,10 +739,11 @@ def test_what_a_comparison_leaves_in_objects_and_globals_is_undone() -> None:
     module, x = Tracked(), torch.randn(6, 4)
     expected = loop(module, Call((x,)), 6, objective=tracked)
     model = enn.convert(module).per_sample(loss_reduction="sum")
-    calls_before = CALLS, COUNTS["calls"]
+    calls_before, (name,) = (CALLS, COUNTS["calls"]), NAMED
     for step in range(9):
         model.zero_grad()
         tracked(model, Call((x,))).backward()
         assert_close_rows(rows_of(model), expected)
         calls = CALLS - calls_before[0], COUNTS["calls"] - calls_before[1], model.tracker.calls
         assert calls == (step + 1,) * 3
+        assert [*NAMED] == [name + "'" * (step + 1)]

@@ -7,7 +7,7 @@ an estimator that lets gradients straight through a rounding. All that is around
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from threading import Lock, local
 from types import FunctionType, MethodType
 from typing import Any
@@ -63,21 +63,18 @@ def functions_looked_at() -> Iterator[None]:
     Where torch has it in C, as in torch 2.15, `Function.apply` is another one within this context. Names that were
     bound before are torch's then, and the samples go through modules that use them in a loop.
     """
-    if _APPLY_IN_PYTHON is None:
-        _IN_PLACE_OF_C.enter()
-    else:
-        is_new = getattr(Function, "_apply_of_expanded_nn", None) is not _apply
-        if is_new and _APPLY_IN_PYTHON.__code__.co_freevars == _OtherCode.apply.__code__.co_freevars:
-            Function._torchs_apply = staticmethod(_torchs_apply)  # type: ignore[attr-defined]
-            Function._apply_of_expanded_nn = staticmethod(_apply)  # type: ignore[attr-defined]
-            _APPLY_IN_PYTHON.__code__ = _OtherCode.apply.__code__
-    _FORWARDS.running += 1
-    try:
-        yield
-    finally:
-        _FORWARDS.running -= 1
-        if _APPLY_IN_PYTHON is None:
-            _IN_PLACE_OF_C.leave()
+    is_in_c, code = _APPLY_IN_PYTHON is None, _OtherCode.apply.__code__
+    is_new = getattr(Function, "_apply_of_expanded_nn", None) is not _apply
+    if is_new and not is_in_c and _APPLY_IN_PYTHON.__code__.co_freevars == code.co_freevars:
+        Function._torchs_apply = staticmethod(_torchs_apply)  # type: ignore[attr-defined]
+        Function._apply_of_expanded_nn = staticmethod(_apply)  # type: ignore[attr-defined]
+        _APPLY_IN_PYTHON.__code__ = code
+    with _IN_PLACE_OF_C if is_in_c else nullcontext():
+        _FORWARDS.running += 1
+        try:
+            yield
+        finally:
+            _FORWARDS.running -= 1
 
 
 class _InPlaceOfC:
@@ -86,13 +83,13 @@ class _InPlaceOfC:
     def __init__(self) -> None:
         self.lock, self.forwards = Lock(), 0
 
-    def enter(self) -> None:
+    def __enter__(self) -> None:
         with self.lock:
             self.forwards += 1
             if self.forwards == 1:
                 Function.apply = classmethod(_apply)  # type: ignore[assignment,method-assign]
 
-    def leave(self) -> None:
+    def __exit__(self, *_: object) -> None:
         with self.lock:
             self.forwards -= 1
             if not self.forwards:

@@ -22,9 +22,8 @@ from expanded_nn.modules.layout import all_in_one_row, forward_of, holds_all_sam
 from expanded_nn.recording.expand import comes_from_rows
 
 ErrorOf = Callable[[Called], Exception | None]
-SHARED_ELSEWHERE: Dims = (
-    None,
-)  # where the samples may stand in an argument that all of them have shared in other calls
+# where else the samples may stand in an argument that all of them have shared in other calls
+SHARED_ELSEWHERE: Dims = (None,)
 
 
 def read(module: Any, args: Any, kwargs: Any, error_of: ErrorOf) -> Called:
