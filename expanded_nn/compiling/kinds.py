@@ -30,7 +30,8 @@ from expanded_nn.projection import Projection
 from expanded_nn.recording.recorder import Recorder
 from expanded_nn.recording.watch import Watch
 
-_DICTS = "_parameters", "_buffers", "_modules", *HOOKS
+_MEMBERS = "_parameters", "_buffers", "_modules"
+_DICTS = *_MEMBERS, *HOOKS
 _SEQUENCES = list, tuple  # `list | tuple` would be made anew at each call
 _TRAITS = attrgetter("dtype", "device", "ndim")
 _HOOKS_OF_PARAMETER = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -99,6 +100,8 @@ def _of_arguments(value: Any, tensors: dict[int, Tensor], objects: list[Any]) ->
 def _of_argument(tensor: Tensor, tensors: dict[int, Tensor]) -> Hashable:
     if type(tensor) is not Tensor or vars(tensor):
         _refuse_special(tensor)
+    if tensor.is_neg():
+        raise OnlyEager("the numbers of an argument are negated when they are read (give it x.resolve_neg())")
     of_grad, requires_grad = None, tensor.requires_grad
     if requires_grad:
         if not tensor.is_leaf:
@@ -106,6 +109,8 @@ def _of_argument(tensor: Tensor, tensors: dict[int, Tensor]) -> Hashable:
                 "an argument was computed from what requires gradients, which no graph reaches (compute it in the "
                 "step, or give it detached)"
             )
+        if any(_HOOKS_OF_PARAMETER(tensor)):
+            raise OnlyEager("an argument has hooks, which a graph does not call (register them in the step)")
         of_grad = None if tensor.grad is None else (layout_of(tensor.grad),)
     key = id(tensor)
     number = [*tensors].index(key) if key in tensors else len(tensors)
@@ -159,7 +164,7 @@ def of_models(
     """A key for the state of modules: their children, attributes and hooks, and which gradients and rows they hold.
 
     Modules and parameters count by their ids, as the modules are kept; buffers and tensors among the attributes by
-    their shapes and dtypes. Other attributes are looked into as in `StepValues`, by the names in the methods of the
+    their shapes and dtypes, and by which of them are one tensor. Other attributes are looked into as in `StepValues`, by the names in the methods of the
     module and in the functions of the step. What is looked at is noted in `seen`. The step does not call `others`:
     their gradients and rows do not count, but for the `leaves` whose gradients it reads or sets.
     """
@@ -184,6 +189,10 @@ def of_models(
             else:  # made anew when it is asked for, as in TorchScript
                 seen.note_fact(object)
         add((type(module), attributes["training"]))
+        for members in map(attributes.get, _MEMBERS):
+            if isinstance(members, dict):
+                seen.note_items(members)  # the names: where one is another, the values may be the same
+                add(tuple(members))
         add(id(attributes.get("_recorder")))
         key += map(id, attributes["_modules"].values())
         key += [None if buffer is None else of_tensor(buffer, seen) for buffer in attributes["_buffers"].values()]
@@ -213,6 +222,7 @@ def of_models(
     def gradients() -> list[Hashable]:
         return [_of_gradient(parameter, recorders) for parameter in parameters.values()]
 
+    add(seen.sharing())
     states = gradients()
     are_there = any(states)
     if are_there:

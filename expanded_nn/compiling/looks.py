@@ -414,9 +414,11 @@ def of_tensor(tensor: Tensor, seen: Seen) -> Hashable:
 
 
 def layout_of(tensor: Tensor) -> Hashable:
-    """How a tensor lies in memory; `None` for one that is contiguous."""
+    """How a tensor lies in memory, and whether its numbers are negated when they are read; `None` for a usual one."""
     if tensor.layout is not torch.strided:
         return tensor.layout
+    if tensor.is_neg() or tensor.is_conj():
+        return tensor.stride(), tensor.is_neg(), tensor.is_conj()
     return None if tensor.is_contiguous() else tensor.stride()
 
 

@@ -56,6 +56,15 @@ class Seen:
         """Notes what a function gives: numbers, strings and the like."""
         self.facts.append((get, get()))
 
+    def sharing(self) -> tuple[tuple[int, int], ...]:
+        """Which of the tensors stand in several places: the number of each in its later ones, with that of its first.
+
+        A graph takes each tensor from one of its places.
+        """
+        first: dict[int, int] = {}
+        numbers = [first.setdefault(id(tensor), number) for number, tensor in enumerate(self.tensors)]
+        return tuple((number, own) for number, own in enumerate(numbers) if own != number)
+
     def close(self) -> None:
         """Ends the look: what is in all these places now is what has to be there."""
         self._facts = [fact for _, fact in self.facts]

@@ -1,0 +1,232 @@
+"""A compiled step whose calls differ in little: by tensors that are one, hooks of arguments, names, negated numbers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import expanded_nn as enn
+from test_compiled_state import compared, trained
+
+
+def mask(*values: float) -> Tensor:
+    return torch.tensor(values)
+
+
+class Masked(nn.Module):
+    """Two buffers, an attribute and a layer."""
+
+    first: Tensor
+    second: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 3)
+        same = mask(1.0, 2.0, 3.0)
+        self.register_buffer("first", same)
+        self.register_buffer("second", same)
+        self.current = self.past = torch.ones(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x) * self.first + self.second.cos()
+        return y * self.current + self.past.cos()
+
+
+def program_of(change: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
+    """A program whose model changes before its fifth call."""
+
+    def program(model: Any, wrap: Any) -> Any:
+        step = wrap(lambda x, y: trained(model, x, y))
+
+        def call(number: int, x: Tensor, y: Tensor) -> Any:
+            if number == 4:
+                change(model)
+            return step(x, y)
+
+        return call, None
+
+    return program
+
+
+def other_first(model: Any) -> None:
+    model.first = mask(3.0, 1.0, 2.0)
+
+
+def other_second(model: Any) -> None:
+    model.second = mask(3.0, 1.0, 2.0)
+
+
+def other_past(model: Any) -> None:
+    model.past = mask(0.5, 0.25, 0.125)
+
+
+def other_current(model: Any) -> None:
+    model.current = mask(0.5, 0.25, 0.125)
+
+
+@pytest.mark.parametrize("change", [other_first, other_second, other_past, other_current])
+def test_tensors_that_were_one_are_two(change: Callable[[Any], Any]) -> None:
+    assert compared(program_of(change), None, Masked) == 2
+
+
+def of_a_variable(model: Any, wrap: Any) -> Any:
+    weights = model.first
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x) * weights, y)
+        loss.backward()
+        return loss.detach()
+
+    compiled = wrap(step)
+
+    def call(number: int, x: Tensor, y: Tensor) -> Any:
+        if number == 4:
+            other_first(model)
+            other_second(model)
+        return compiled(x, y)
+
+    return call, None
+
+
+def of_parameters(model: Any, wrap: Any) -> Any:
+    """Both parameters of a layer have a mask among their attributes."""
+    layer = model.layer
+    layer.weight.mask = layer.bias.mask = torch.ones(3)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = trained(model, x, y)
+        for parameter in (layer.weight, layer.bias):
+            parameter.grad.mul_(parameter.mask.view(3, *[1] * (parameter.dim() - 1)))
+        return loss
+
+    compiled = wrap(step)
+
+    def call(number: int, x: Tensor, y: Tensor) -> Any:
+        if number == 4:
+            layer.bias.mask = mask(0.0, 1.0, 0.0)
+        return compiled(x, y)
+
+    return call, None
+
+
+@pytest.mark.parametrize("program", [of_a_variable, of_parameters])
+def test_a_tensor_of_a_model_that_is_another_thing_too(program: Any) -> None:
+    assert compared(program, None, Masked) == 2
+
+
+def test_tensors_that_become_one() -> None:
+    """And are two again: the graph of two is there still."""
+
+    def program(model: Any, wrap: Any) -> Any:
+        step = wrap(lambda x, y: trained(model, x, y))
+        both = mask(3.0, 1.0, 2.0), mask(1.0, 1.0, 5.0)
+
+        def call(number: int, x: Tensor, y: Tensor) -> Any:
+            model.first, model.second = both if number < 3 or number == 6 else both[:1] * 2
+            return step(x, y)
+
+        return call, None
+
+    assert compared(program, None, Masked) == 2
+
+
+def test_two_modules_of_one_mask() -> None:
+    """An inner module gets another one of its own."""
+
+    def make() -> nn.Module:
+        model = nn.Sequential(nn.Linear(8, 3), nn.Linear(3, 3))
+        same = mask(1.0, 2.0, 3.0)
+        for layer in model:
+            layer.register_buffer("mask", same)
+        return model
+
+    def program(model: Any, wrap: Any) -> Any:
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            loss = F.cross_entropy(model[1](model[0](x) * model[0].mask) * model[1].mask, y)
+            loss.backward()
+            return loss.detach()
+
+        compiled = wrap(step)
+
+        def call(number: int, x: Tensor, y: Tensor) -> Any:
+            if number == 4:
+                model[1].mask = mask(2.0, 0.0, 1.0)
+            return compiled(x, y)
+
+        return call, None
+
+    assert compared(program, None, make) == 2
+
+
+class ByName(nn.Module):
+    """Has a layer in a dict of modules, and does what its name says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({"tanh": nn.Linear(8, 3)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name, layer in self.layers.items():
+            x = getattr(torch, name)(layer(x))
+        return x
+
+
+def rename_layer(model: Any) -> None:
+    model.layers["sin"] = model.layers.pop("tanh")
+
+
+def test_a_layer_that_is_renamed() -> None:
+    assert compared(program_of(rename_layer), None, ByName) == 2
+
+
+def add_hook(x: Tensor) -> None:
+    x.register_hook(lambda grad: 2 * grad)
+
+
+def add_last_hook(x: Tensor) -> None:
+    x.register_post_accumulate_grad_hook(double_grad)
+
+
+def double_grad(x: Tensor) -> None:
+    assert x.grad is not None
+    x.grad.mul_(2)
+
+
+@pytest.mark.parametrize("add", [add_hook, add_last_hook])
+@pytest.mark.parametrize("first", [0, 4], ids=["always", "from_the_fifth_call_on"])
+def test_hooks_on_an_argument_run(add: Callable[[Tensor], None], first: int) -> None:
+    def program(model: nn.Module, wrap: Any) -> Any:
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            trained(model, x, y)
+            assert x.grad is not None
+            return x.grad
+
+        compiled = wrap(step)
+
+        def call(number: int, x: Tensor, y: Tensor) -> Any:
+            x.requires_grad_()
+            if number >= first:
+                add(x)
+            return compiled(x, y)
+
+        return call, None
+
+    compared(program, "an argument has hooks, which a graph does not call .register them in the step.")
+
+
+def test_an_argument_whose_numbers_are_negated_when_they_are_read() -> None:
+    """The imaginary part of what is conjugated, which lies in memory as that of what is not."""
+
+    def program(model: nn.Module, wrap: Any) -> Any:
+        step = wrap(lambda x, y: trained(model, x, y))
+
+        def call(number: int, x: Tensor, y: Tensor) -> Any:
+            z = torch.complex(x, x.flip(0))
+            return step(z.imag if number < 4 else z.conj().imag, y)
+
+        return call, None
+
+    assert compared(program, "the numbers of an argument are negated when they are read .give it x.resolve_neg") == 1
