@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 from threading import Lock, RLock, Thread, current_thread, get_ident
+from types import CodeType
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -19,6 +20,7 @@ from expanded_nn._errors import PerSampleError, complaint, shown, warn
 from expanded_nn.common.modes import running_backward
 from expanded_nn.common.traced import FirstEager, LookFirst, OnlyEager, is_traced, recorders_met
 from expanded_nn.compiling.backends import Backend, CompilerError, backend_of, draws_alike
+from expanded_nn.compiling.called import Called
 from expanded_nn.compiling.comparison import run_beside
 from expanded_nn.compiling.kinds import Call, of_models, of_surroundings
 from expanded_nn.compiling.looks import StepValues
@@ -216,6 +218,43 @@ class Met:
 class CompiledStep:
     """A step that runs as a graph where it can; see `compile`.
 
+    Attributes that the user sets are set on the step itself, and found there.
+    """
+
+    def __init__(self, step: Callable[..., Any], backend: str | Backend, options: dict[str, Any]) -> None:
+        object.__setattr__(self, "_graphs", Graphs(step, backend, options))
+        functools.update_wrapper(self, step, updated=())
+
+    def __reduce__(self) -> Any:
+        """A copy has no graphs; a function of a module, which is decorated there, is the same one."""
+        name = getattr(self, "__qualname__", "")
+        if getattr(sys.modules.get(self.__module__), name, None) is self:
+            return name
+        return CompiledStep, (self._graphs.step, *self._graphs.given)
+
+    def __get__(self, instance: Any, owner_class: Any = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_graphs":  # it is not made yet
+            raise AttributeError(name)
+        return getattr(self._graphs.step, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        is_own = name.startswith("__") and name.endswith("__")
+        (object.__setattr__ if is_own else setattr)(self if is_own else self._graphs.step, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._graphs.step, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the step."""
+        return self._graphs.call(args, kwargs)
+
+
+class Graphs:
+    """The graphs of a step, and what they depend on.
+
     Attributes:
         step: The user's function.
         given: The name of the backend, or what makes it, and its options.
@@ -227,10 +266,10 @@ class CompiledStep:
         last: The last call, if a graph ran or such calls run eagerly for good; not if gradients from before the call
             made a difference.
         reasons: The reasons for running eagerly of which a warning has told.
+        called: The code that has run and is not looked at yet, by its id, each with the name of its module.
     """
 
     def __init__(self, step: Callable[..., Any], backend: str | Backend, options: dict[str, Any]) -> None:
-        functools.update_wrapper(self, step)
         self.step, self.step_values = step, StepValues(step)
         self.given, self.lock = (backend, options), RLock()
         self.mets: dict[Thread, Met] = {}
@@ -238,18 +277,9 @@ class CompiledStep:
         self.first_shapes: dict[Hashable, list[Shapes]] = {}
         self.last: LastCall | None = None
         self.reasons: set[str] = set()
+        self.called: dict[int, tuple[CodeType, str]] = {}
 
-    def __reduce__(self) -> Any:
-        """A copy has no graphs; a function of a module, which is decorated there, is the same one."""
-        name = getattr(self, "__qualname__", "")
-        if getattr(sys.modules.get(self.__module__), name, None) is self:
-            return name
-        return CompiledStep, (self.step, *self.given)
-
-    def __get__(self, instance: Any, owner_class: Any = None) -> Any:
-        return self if instance is None else functools.partial(self, instance)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the step."""
         if not torch.is_grad_enabled() or running_backward() >= 0 or torch.compiler.is_compiling() or is_traced():
             return self.step(*args, **kwargs)
@@ -329,9 +359,10 @@ class CompiledStep:
         else:
             self.last, referred = None, self.step_values.referred
             alike = draws_alike(*self.given)
-            of_step = self.step, self.met.modules, referred
+            of_step = self._watched, self.met.modules, referred
             otherwise, difference, result = run_beside(graph, call, *of_step, draws_alike=alike)
             graph.is_compared = otherwise is None
+            self._add_called()
             if difference is not None:
                 self._give_up(family, difference)
         if otherwise is not None:
@@ -363,7 +394,7 @@ class CompiledStep:
             compare_next(module)
         noting, (args, kwargs) = register_module_forward_pre_hook(note), call.arguments
         with noting, recorders_met() as recorders, self.step_values.noting_changes(call.objects):
-            result = self.step(*args, **kwargs)
+            result = self._watched(*args, **kwargs)
         recorders.update(dict.fromkeys(self.step_values.holders_of_rows()))
         living = [recorder for recorder in recorders if not _is_gone(recorder)]
         for recorder in living:
@@ -371,10 +402,23 @@ class CompiledStep:
         self.met.add(list(modules), living)
         self.met.refer(self.step_values.modules)
         self.step_values.add_modules(self.met.modules)
+        self._add_called()
         if key is not None:  # the functions of the modules are known now
             key = key[0], self.step_values.look(call.objects).key, key[2]
             self.first_shapes.setdefault(key, []).append(call.shapes)
         return result
+
+    def _watched(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the step, and notes the functions that run, whoever calls them."""
+        with Called() as called:
+            result = self.step(*args, **kwargs)
+        self.called |= called.codes
+        return result
+
+    def _add_called(self) -> None:
+        """Adds the functions that have run to those whose names count."""
+        self.step_values.referred.add_called(self.called)
+        self.called.clear()
 
     def _graph(self, kind: Hashable, family: Family, call: Call) -> tuple[Family, Graph | None]:
         """The graph for a call, a new one if need be, `None` if there is none; and the family that it is of."""

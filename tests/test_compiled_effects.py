@@ -380,7 +380,7 @@ def test_models_that_other_threads_are_at_work_with() -> None:
             models[number].zero_grad()
             compiled(models[number], *batch(i))
         barrier.wait()
-        return {*compiled.met.modules}
+        return {*compiled._graphs.met.modules}
 
     compiled = enn.compile(step, backend="eager")
     assert in_threads(work, 3) == [{*model.modules()} for model in models]
@@ -400,7 +400,7 @@ def test_a_thread_for_each_call_is_warned_of() -> None:
         model.zero_grad()
     with pytest.warns(enn.PerSampleWarning, match="the first call of each thread does, and 16 that have called it"):
         compiled(*batch(0))
-    assert len(compiled.mets) == 1
+    assert len(compiled._graphs.mets) == 1
 
 
 def test_what_other_threads_do_beside_a_trace() -> None:
@@ -467,4 +467,4 @@ def test_models_of_earlier_calls_are_let_go_of() -> None:
     for number in range(140):
         compiled(enn.convert(nn.Linear(8, 3)).per_sample(), *batch(number))
     gc.collect()
-    assert len(compiled.met.modules) < 70
+    assert len(compiled._graphs.met.modules) < 70

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import expanded_nn as enn
 from test_compiled_state import compared, trained
 
 

@@ -1,5 +1,6 @@
 """`enn.compile`: the numbers that a step finds by names, in whatever holds them, are those of the call."""
 
+import importlib
 import itertools
 import operator
 import os
@@ -10,8 +11,9 @@ from collections import UserDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial, partialmethod, singledispatch
+from os import getenv as of_environment
 from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -309,6 +311,121 @@ def module_with(**constants: Any) -> ModuleType:
     return module
 
 
+class PlainWithMethod(nn.Module):
+    """Is not called, but for a method of its own."""
+
+    def limit(self) -> float:
+        return LIMIT
+
+
+class TimesLimit(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x * LIMIT
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+
+class Made:
+    def __init__(self) -> None:
+        self.limit = LIMIT
+
+
+class MadeAnew:
+    limit: float
+
+    def __new__(cls) -> Any:
+        made = super().__new__(cls)
+        made.limit = LIMIT
+        return made
+
+
+class Scales:
+    limit: float
+
+    def __setattr__(self, name: str, value: float) -> None:
+        object.__setattr__(self, name, value * LIMIT)
+
+
+class Shows:
+    def __repr__(self) -> str:
+        return str(LIMIT)
+
+
+@dataclass
+class WithFactory:
+    limit: float = field(default_factory=lambda: LIMIT)
+
+
+@dataclass
+class Point:
+    above: float = 1.0
+    beside: float = 1.0
+
+
+class WithGetter:
+    limit = property(operator.attrgetter("_kept"))
+
+    def __init__(self) -> None:
+        self._kept = 1.0
+
+
+class Inverse(torch.distributions.Transform):
+    """Only a distribution's own code calls its methods."""
+
+    domain = codomain = torch.distributions.constraints.real
+    bijective = True
+
+    def _inverse(self, y: Tensor) -> Tensor:
+        return y * LIMIT
+
+    def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
+        del y
+        return torch.zeros_like(x)
+
+
+def scaled_once() -> float:
+    scales = Scales()
+    scales.limit = 1.0
+    return scales.limit
+
+
+def matched_by_name(held: Point) -> float:
+    match held:
+        case Point(beside=limit):
+            return limit
+    return 0.0
+
+
+def matched_by_place(held: Point) -> float:
+    match held:
+        case Point(_, limit):
+            return limit
+    return 0.0
+
+
+def log_density(held: Any) -> Tensor:
+    normal = torch.distributions.Normal(torch.zeros(1), torch.ones(1), validate_args=False)
+    density = torch.distributions.TransformedDistribution(normal, [held], validate_args=False)
+    return density.log_prob(torch.ones(1)).abs().sum()
+
+
+def in_a_registry(name: str) -> dict[str, Any]:
+    """The namespace of a module of a library, which calls what users register."""
+    namespace: dict[str, Any] = {"REGISTRY": {name: lambda: LIMIT}, "__name__": "torch.of_a_test"}
+    code = "def call(name):\n    return REGISTRY[name]()"
+    exec(compile(code, os.path.join(torch.__path__[0], "of_a_test.py"), "exec"), namespace)
+    return namespace
+
+
+def registered_module() -> ModuleType:
+    module = sys.modules["constants_of_a_test"] = module_with(limit=1.0)
+    return module
+
+
+GET, GET_ITEM, CALL = operator.attrgetter("_kept"), operator.itemgetter("kept"), operator.methodcaller("value")
 HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], float], Callable[[Any], Any]]] = {
     "property": (OfProperty, lambda held: held.limit, scale_kept),
     "call": (OfProperty, lambda held: held(), scale_kept),
@@ -550,6 +667,60 @@ HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], float], Callable[[Any],
         lambda held: float(os.environ["LIMIT"]),
         lambda held: os.environ.update(LIMIT="0.1"),
     ),
+    "method_of_a_module_that_is_not_called": (PlainWithMethod, lambda held: held.limit(), halve_global),
+    "autograd_function": (
+        lambda: None,
+        lambda held: TimesLimit.apply(torch.ones(1)).sum(),  # type: ignore[no-untyped-call]
+        halve_global,
+    ),
+    "init": (lambda: None, lambda held: Made().limit, halve_global),
+    "new": (lambda: None, lambda held: MadeAnew().limit, halve_global),
+    "setattr": (lambda: None, lambda held: scaled_once(), halve_global),
+    "repr": (Shows, lambda held: float(repr(held)), halve_global),
+    "default_factory": (lambda: None, lambda held: WithFactory().limit, halve_global),
+    "match_by_name": (Point, matched_by_name, lambda held: setattr(held, "beside", 0.1)),
+    "match_by_place": (Point, matched_by_place, lambda held: setattr(held, "beside", 0.1)),
+    "property_that_gets_an_attribute": (WithGetter, lambda held: held.limit, lambda held: setattr(held, "_kept", 0.1)),
+    "getter_of_an_attribute": (WithGetter, lambda held: GET(held), lambda held: setattr(held, "_kept", 0.1)),
+    "getter_of_an_item": (
+        lambda: {"kept": 1.0, "named": 1.0},
+        lambda held: GET_ITEM(held) * held["named"],
+        lambda held: scale(held, "kept"),
+    ),
+    "caller_of_a_method": (Schedule, lambda held: CALL(held), lambda held: held.step()),
+    "method_that_only_a_library_calls": (Inverse, log_density, halve_global),
+    "function_in_a_registry": (lambda: in_a_registry("mine"), lambda held: held["call"]("mine"), halve_global),
+    "another_function_in_a_registry": (
+        lambda: in_a_registry("mine"),
+        lambda held: held["call"]("mine"),
+        lambda held: held["REGISTRY"].update(mine=lambda: 0.1),
+    ),
+    "object_of_a_long_list": (
+        lambda: [SimpleNamespace(limit=1.0) for _ in range(3000)],
+        lambda held: held[2500].limit,
+        lambda held: setattr(held[2500], "limit", 0.1),
+    ),
+    "computed_keys_of_a_function": (
+        lambda: {KEY: 1.0, "named": 1.0},
+        lambda held: sum(map(held.__getitem__, [KEY])) * held["named"],
+        scale_key,
+    ),
+    "text_that_is_code": (lambda: None, lambda held: eval("LIMIT"), halve_global),
+    "module_by_its_name": (
+        registered_module,
+        lambda held: importlib.import_module("constants_of_a_test").limit,
+        lambda held: setattr(held, "limit", 0.1),
+    ),
+    "module_in_the_table": (
+        registered_module,
+        lambda held: sys.modules["constants_of_a_test"].limit,
+        lambda held: setattr(held, "limit", 0.1),
+    ),
+    "environment_by_another_name": (
+        lambda: os.environ.update(LIMIT="1.0"),
+        lambda held: float(of_environment("LIMIT", "0")),
+        lambda held: os.environ.update(LIMIT="0.1"),
+    ),
     "optimizer": (
         lambda: torch.optim.SGD([torch.zeros(1)], lr=1.0),
         lambda held: held.param_groups[0]["lr"],
@@ -565,6 +736,7 @@ def test_numbers_that_are_found_in_other_ways(
     monkeypatch.setitem(globals(), "LIMIT", 1.0)
     monkeypatch.setattr(OfClass, "limit", 1.0)
     monkeypatch.setenv("LIMIT", "1.0")
+    monkeypatch.setitem(sys.modules, "constants_of_a_test", ModuleType("constants_of_a_test"))
     monkeypatch.setattr(F, "softsign", SOFTSIGN)
     monkeypatch.setattr(F, "LIMIT", 1.0, raising=False)
     monkeypatch.setattr(Tensor, "rsqrt", Tensor.rsqrt)
@@ -578,11 +750,11 @@ def test_numbers_that_are_found_in_other_ways(
     compiled = enn.compile(step, backend="eager")
     for number in range(8):
         if number == 5:
-            assert compiled.last is not None
+            assert compiled._graphs.last is not None
             model.zero_grad()
-            assert compiled.last.seen.holds()
+            assert compiled._graphs.last.seen.holds()
             change(held)
-            assert not compiled.last.seen.holds()
+            assert not compiled._graphs.last.seen.holds()
         assert_same_results(model, compiled, step, x, y)
     assert len(graphs(compiled)) == 2
 
@@ -991,7 +1163,7 @@ def test_a_global_variable_of_an_attributes_name_is_another_thing(monkeypatch: p
         model.zero_grad()
         monkeypatch.setitem(globals(), "loss", compiled(x, y))
     assert len(graphs(compiled)) == 1
-    assert compiled.last is not None
+    assert compiled._graphs.last is not None
 
 
 def test_attributes_in_another_dict_are_seen() -> None:
@@ -1032,8 +1204,8 @@ def test_what_changes_operations_around_a_step_runs_eagerly(surroundings: Callab
     for _ in range(3):
         assert_same_results(model, compiled, step, x, y)
     with torch.device("cpu"):  # which is a mode as well
-        assert compiled.last is not None
-        assert not compiled.last.seen.holds()
+        assert compiled._graphs.last is not None
+        assert not compiled._graphs.last.seen.holds()
         assert_same_results(model, compiled, step, x, y)
     with surroundings(), pytest.warns(enn.PerSampleWarning, match="within a mode of torch's"):
         assert_same_results(model, compiled, step, x, y)
@@ -1053,3 +1225,49 @@ def test_an_object_without_an_error_for_unknown_names() -> None:
     for _ in range(3):
         assert_same_results(model, compiled, step, x, y)
     assert graphs(compiled)
+
+
+class ScaledInside(nn.TransformerEncoderLayer):
+    """Overrides what only torch's own forward calls."""
+
+    def _ff_block(self, x: Tensor) -> Tensor:
+        return super()._ff_block(x) * LIMIT
+
+
+def scale_linear(module: nn.Module, args: Any, result: Tensor) -> Tensor | None:
+    return result * LIMIT if isinstance(module, nn.Linear) else None
+
+
+class WithScales(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scales = nn.Linear(8, 3), {KEY: 1.0, "named": 1.0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.scales["named"]  # type: ignore[no-any-return]
+
+
+def encoder() -> nn.Module:
+    return nn.Sequential(nn.Unflatten(1, (1, 8)), ScaledInside(8, 2, 8, 0.0, batch_first=True), nn.Flatten(), nn.ReLU())
+
+
+@pytest.mark.parametrize("kind", ["method", "hook", "item"])
+def test_numbers_that_the_model_reads_in_other_ways(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a method that only torch calls, in a hook of all modules; in a dict of the model, by a computed key."""
+    monkeypatch.setitem(globals(), "LIMIT", 1.0)
+    made = {"method": encoder, "hook": perceptron, "item": WithScales}[kind]()
+    model, (x, y) = enn.convert(made).per_sample(), samples(4)[0]
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        scale = model.scales["".join(KEY)] if kind == "item" else 1.0
+        (scale * F.cross_entropy(model(x), y)).backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    compiled = enn.compile(step, backend="eager")
+    hook = nn.modules.module.register_module_forward_hook(scale_linear) if kind == "hook" else nullcontext()
+    with hook:
+        for number in range(7):
+            if number == 4:
+                scale_key(model.scales) if kind == "item" else halve_global(None)  # type: ignore[arg-type]
+            assert_same_results(model, compiled, step, x, y)
+    assert len(graphs(compiled)) == 2

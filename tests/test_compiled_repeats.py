@@ -123,7 +123,7 @@ CHANGES: dict[str, Callable[[Step], Any]] = {
 
 def repeats(compiled: Any, *args: Any, **kwargs: Any) -> bool:
     """Whether a call would be known as one like the last."""
-    call, last = Call(args, kwargs), compiled.last
+    call, last = Call(args, kwargs), compiled._graphs.last
     return call.key == last.arguments and call.shapes in last.family.by_shapes and bool(last.seen.holds())
 
 
@@ -151,7 +151,7 @@ def test_a_change_is_seen(change: str, clears: bool) -> None:
             compare()
         if not clears:
             step.model.zero_grad()
-        assert step.compiled.last is not None
+        assert step.compiled._graphs.last is not None
         assert repeats(step.compiled, *batch)
         change_it(step)
         assert not repeats(step.compiled, *batch)
@@ -266,11 +266,11 @@ def test_a_step_that_runs_eagerly_for_good_is_known_again() -> None:
     call()
     with pytest.warns(enn.PerSampleWarning, match="runs eagerly, as it draws random numbers of Python"):
         call()
-    looks = compiled.step_values.looks
+    looks = compiled._graphs.step_values.looks
     for _ in range(3):
         assert repeats(compiled, x, y)
         call()
-    assert compiled.step_values.looks is looks
+    assert compiled._graphs.step_values.looks is looks
     draws = False
     assert not repeats(compiled, x, y)
     for _ in range(3):

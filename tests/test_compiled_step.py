@@ -61,7 +61,7 @@ def assert_same(compiled: Any, eager: Any, where: str = "") -> None:
 
 
 def graphs(step: Any) -> list[Any]:
-    return [graph for family in step.families.values() for graph in family.graphs]
+    return [graph for family in step._graphs.families.values() for graph in family.graphs]
 
 
 def law(
@@ -242,14 +242,14 @@ def test_modules_that_a_step_makes_for_itself() -> None:
         return loss.detach(), enn.clip_grad_sample_norms_(model, 1.0)
 
     compiled = law(MakesModules, step, samples(4, 4, 5, 6), loss_reduction="sum")
-    kinds = {type(module) for module in compiled.met.modules}
+    kinds = {type(module) for module in compiled._graphs.met.modules}
     assert nn.Softmax not in kinds
     assert nn.CrossEntropyLoss not in kinds
-    count = len(compiled.met.modules)
-    for module in compiled.met.modules:
+    count = len(compiled._graphs.met.modules)
+    for module in compiled._graphs.met.modules:
         module.zero_grad()
     compiled(*samples(4)[0])
-    assert len(compiled.met.modules) == count
+    assert len(compiled._graphs.met.modules) == count
 
 
 @pytest.mark.parametrize("is_trained", [True, False], ids=["trained", "fixed"])
@@ -277,8 +277,8 @@ def test_a_copy_of_a_model_that_the_step_makes(is_trained: bool) -> None:
     (text,) = {str(warning.message) for warning in warned}
     assert "runs eagerly, as it makes or copies a Sequential itself, which it calls in line" in text
     assert "do that before the step" in text
-    assert {*compiled.met.modules} == {*model.modules()}
-    assert len(compiled.met.recorders) == 1
+    assert {*compiled._graphs.met.modules} == {*model.modules()}
+    assert len(compiled._graphs.met.recorders) == 1
 
 
 class Branches(nn.Module):
@@ -1207,7 +1207,7 @@ class Remembers(nn.Module):
 
 def test_attributes_of_modules() -> None:
     compiled = law(Remembers, classified, samples(4, 4, 4, 5, 6))
-    model = next(module for module in compiled.met.modules if isinstance(module, Remembers))
+    model = next(module for module in compiled._graphs.met.modules if isinstance(module, Remembers))
     (x, y), *_ = samples(4)
     model.zero_grad()
     before = compiled(x, y)[0]
@@ -1284,7 +1284,7 @@ def test_samples_without_a_loss(build: Callable[[], nn.Module]) -> None:
     batches = samples(4, 4, 5, 5, 6, 5, 4, 7)
     assert any((y == 2).any() for _, y in batches[2:])
     compiled = law(build, step, [*batches, (batches[0][0], torch.full((4,), 2))])
-    (family,) = compiled.families.values()
+    (family,) = compiled._graphs.families.values()
     assert family.is_thorough
     assert not family.is_eager
     assert family.faults == 0
@@ -1303,7 +1303,7 @@ def test_a_pass_of_any_size_in_one_graph() -> None:
         model.zero_grad()
         compiled(torch.randn(size, 3))
         assert len(model[0].weight.grad_sample) == size
-    assert [len(family.graphs) for family in compiled.families.values()] == [2]
+    assert [len(family.graphs) for family in compiled._graphs.families.values()] == [2]
 
 
 def test_a_bound_that_is_a_tensor() -> None:

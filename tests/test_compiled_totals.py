@@ -127,7 +127,7 @@ def test_factors_that_go_through_the_calls(step: Step, waits: bool, monkeypatch:
             results.append((outcome(model, result), {name: tuple(factors) for name, factors in total.items()}))
         assert_same(*results)
         assert all(type(factors.count) is int for factors in totals[0].values())
-    assert len(compiled.families) == 1
+    assert len(compiled._graphs.families) == 1
     assert 1 <= len(graphs(compiled)) <= 2
 
 

@@ -209,8 +209,8 @@ def test_steps_as_a_graph(make: Callable[[], Parts]) -> None:
         model.zero_grad()
         found = compiled(*arguments), [parameter.grad for parameter in model.parameters()]
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
-    assert sum(len(family.graphs) for family in compiled.families.values()) == 1
-    assert not any(family.is_eager for family in compiled.families.values())
+    assert sum(len(family.graphs) for family in compiled._graphs.families.values()) == 1
+    assert not any(family.is_eager for family in compiled._graphs.families.values())
 
 
 # --- what two examples compute, against plain torch -------------------------------------------------------------

@@ -40,6 +40,12 @@ def computes_keys(code: CodeType) -> bool:
     )
 
 
+def matched_attributes(code: CodeType) -> tuple[set[str], bool]:
+    """The attributes that `match` reads by their names, as in `Point(x=0)`; and whether it reads others by places."""
+    pairs = [pair for pair in pairwise(get_instructions(code)) if pair[1].opname == "MATCH_CLASS"]
+    return {name for names, _ in pairs for name in names.argval}, any(match.arg for _, match in pairs)
+
+
 def constant_keys(code: CodeType) -> set[Any]:
     """The constants by which it finds items, but for those of `counts["calls"] += 1`, which reads only to write."""
     return {

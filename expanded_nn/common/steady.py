@@ -88,7 +88,12 @@ def attributes_of(module: nn.Module) -> list[Any]:
 
 
 def is_generator(value: Any) -> bool:
-    """Whether it is a generator of random numbers: torch's, Python's or numpy's, of the new kind or the old one."""
+    """Whether it is a generator of random numbers: torch's, Python's or numpy's, of the new kind or the old one.
+
+    The one that draws from the system has no state, and is none.
+    """
+    if isinstance(value, random.SystemRandom):
+        return False
     return isinstance(value, torch.Generator | random.Random) or hasattr(type(value), "_bit_generator")
 
 

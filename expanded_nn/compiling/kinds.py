@@ -100,6 +100,8 @@ def _of_arguments(value: Any, tensors: dict[int, Tensor], objects: list[Any]) ->
 def _of_argument(tensor: Tensor, tensors: dict[int, Tensor]) -> Hashable:
     if type(tensor) is not Tensor or vars(tensor):
         _refuse_special(tensor)
+    if tensor.is_nested or tensor.is_quantized:
+        raise OnlyEager("an argument is a nested or a quantized tensor")
     if tensor.is_neg():
         raise OnlyEager("the numbers of an argument are negated when they are read (give it x.resolve_neg())")
     of_grad, requires_grad = None, tensor.requires_grad
@@ -164,9 +166,10 @@ def of_models(
     """A key for the state of modules: their children, attributes and hooks, and which gradients and rows they hold.
 
     Modules and parameters count by their ids, as the modules are kept; buffers and tensors among the attributes by
-    their shapes and dtypes, and by which of them are one tensor. Other attributes are looked into as in `StepValues`, by the names in the methods of the
-    module and in the functions of the step. What is looked at is noted in `seen`. The step does not call `others`:
-    their gradients and rows do not count, but for the `leaves` whose gradients it reads or sets.
+    their shapes and dtypes, and by which of them are one tensor. Other attributes are looked into as in `StepValues`,
+    by the names in the methods of the module and in the functions of the step. What is looked at is noted in `seen`.
+    The step does not call `others`: their gradients and rows do not count, but for the `leaves` whose gradients it
+    reads or sets.
     """
     key: list[Any] = [(recorder.settings, recorder.rows_stand_alone) for recorder in recorders]
     add = key.append

@@ -41,7 +41,7 @@ from expanded_nn.recording.recorder import Recorder, recorder_of
 
 MOST_ITEMS = 10_000  # of a list or a dict; what is within the items of a longer one does not count
 MOST_NUMBERS = 100_000  # of an array; a step with a larger one runs eagerly
-MOST_PARTS = 1000  # that are looked into; others count by their identity
+MOST_PARTS = 10_000  # that are looked into; others count by their identity
 _NUMBERS = {bool, int, float, complex}
 _BOUND = BuiltinFunctionType, MethodType
 _WHOLE = Tensor | nn.Module  # what counts by its identity, whatever it holds
@@ -211,7 +211,7 @@ class Look:
             self.seen.holders.append(value)
             of_any_name = constants(attributes) if isinstance(value, ModuleType) else attributes
             any_names = {*of_any_name} if names.any_attribute else ()
-            counted = [name for name in attributes if name in any_names or name in names.words]
+            counted = [name for name in attributes if name in any_names or name in names.words or name == "__wrapped__"]
             keys.append(self._of_places(value, attributes, itemgetter, counted))
         slots = [name for name in slots_of(cls) if name in names.words]
         if slots:

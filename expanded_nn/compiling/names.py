@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from importlib.util import resolve_name
-from operator import attrgetter, setitem
+from operator import attrgetter, itemgetter, methodcaller, setitem
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -15,8 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from expanded_nn._errors import LIBRARIES, NOT_THE_USERS
-from expanded_nn.common.bytecode import computes_keys, constant_keys, global_names, imported_names
+from expanded_nn.common.bytecode import (
+    computes_keys,
+    constant_keys,
+    global_names,
+    imported_names,
+    matched_attributes,
+)
 from expanded_nn.common.steady import OWN_STATE
+from expanded_nn.compiling.called import Place, functions_with, places_of
 from expanded_nn.compiling.seen import Seen
 
 PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), range, torch.dtype, torch.device})
@@ -25,6 +32,8 @@ _NOT_THE_USERS = *NOT_THE_USERS, *_MADE_BY_LIBRARIES
 
 _OF_ANY_MODULE = {*vars(nn.Module()), *OWN_STATE}
 _CACHED = type(cache(len))
+_GETTERS: Any = attrgetter | itemgetter | methodcaller
+_ENVIRONMENT = os.environ, os.getenv
 _OURS = __name__.partition(".")[0]
 # The packages of steps: all code in them is the user's, even if they are installed.
 _OF_STEPS: set[str] = set()
@@ -36,7 +45,9 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 # special methods that a step does not call, or that tell it nothing
 _NOT_CALLED = {"__init__", "__new__", "__del__", "__repr__", "__setattr__", "__delattr__", "__init_subclass__"}
 _TAKE_ANY_ATTRIBUTE = {"getattr", "vars", "__dict__", "attrgetter", "asdict", "astuple", "fields", "eval", "exec"}
-_TAKE_ANY_ITEM = {"get", "pop", "values", "items", "keys", "copy", "update", "itemgetter"}
+_TAKE_ANY_ITEM = {"get", "pop", "values", "items", "keys", "copy", "update", "itemgetter", "getitem", "__getitem__"}
+_TAKE_ANY_GLOBAL = {"globals", "eval", "exec"}
+_TAKE_ANY_MODULE = {"import_module", "__import__", "modules"}
 
 
 class Names(NamedTuple):
@@ -77,6 +88,9 @@ class Referred:
         names: What they refer to.
         places: The namespaces in which these names may find more functions, by the id of the object that has them.
         classes: The user's classes that were met.
+        has_environment: Whether they refer to the environment by a name of their own.
+        found: The code of functions that ran and that nothing here names, by its id.
+        holders: The dicts that have these functions, each with the key there.
     """
 
     def __init__(self, step: Any) -> None:
@@ -90,6 +104,9 @@ class Referred:
         self.names = Names()
         self.places: dict[int, list[Mapping[str, Any]]] = {}
         self.classes: dict[type, None] = {}
+        self.has_environment = False
+        self.found: dict[int, CodeType] = {}
+        self.holders: list[Place] = []
         while step is not None:
             _note_package(step)
             self._look(step)
@@ -110,6 +127,26 @@ class Referred:
         elif id(value) not in self.places:
             self._note_places(value)
             self._read_all()
+
+    def add_called(self, codes: Mapping[int, tuple[CodeType, str]]) -> bool:
+        """Adds the user's functions that have run; whether any were new.
+
+        Those that nothing names are what only a library's code calls, or Python itself, or what is found by a computed
+        name. That others may take their places is seen where they are kept.
+        """
+        known = {id(code) for read in self.functions.values() for code in _codes(read)} | self.found.keys()
+        new = [
+            code
+            for key, (code, module) in codes.items()
+            if key not in known and code.co_name != "<module>" and _is_users_code(code, module)
+        ]
+        self.found |= {id(code): code for code in new}
+        functions = functions_with(new)
+        for function in functions:
+            self._follow(function)
+        self.holders += places_of(functions)
+        self._read_all()
+        return bool(functions)
 
     def read_changed(self) -> None:
         """Reads the functions whose code was replaced, as a notebook's reloading does."""
@@ -164,7 +201,7 @@ class Referred:
         self.names = self.names.joined(_names_in(function.__code__))
         cells, codes = function.__closure__ or (), _codes(function.__code__)
         names = list(dict.fromkeys(name for code in codes for name in global_names(code)))
-        names += constants(function.__globals__) if "globals" in names else []
+        names += constants(function.__globals__) if not _TAKE_ANY_GLOBAL.isdisjoint(names) else []
         imported = _imported_by(function)
         self.cells += cells
         self.globals += [(function.__globals__, name) for name in names]
@@ -174,6 +211,10 @@ class Referred:
 
     def _follow(self, value: Any) -> None:
         """Reads a value that is a user's function; of another, notes where it may have functions."""
+        if isinstance(value, _GETTERS):
+            self.names = self.names.joined(_names_of_getter(value))
+        if any(value is own for own in _ENVIRONMENT):
+            self.has_environment = True
         if isinstance(value, MethodType):
             self._follow(value.__self__)
             value = value.__func__
@@ -203,7 +244,7 @@ class Referred:
                 self._follow(_function_behind(namespace[name]))
 
     def _reads_environment(self) -> bool:
-        return not self.names.words.isdisjoint({"environ", "getenv"})
+        return self.has_environment or not self.names.words.isdisjoint({"environ", "getenv"})
 
     def members(self) -> Iterator[tuple[type, list[str]]]:
         """The user's classes, each with the names of the members that count."""
@@ -225,7 +266,8 @@ class Referred:
 
     def names_of(self, kinds: Iterable[type]) -> dict[type, Names]:
         """For each class of modules, the names whose attributes count: those in its methods and in the functions."""
-        return {kind: names_in_class(kind).joined(Names(self.names.words)) for kind in kinds}
+        names = Names(self.names.words, self.names.any_item)
+        return {kind: names_in_class(kind).joined(names) for kind in kinds}
 
     def reads_item(self, key: Any) -> bool:
         """Whether the functions read the item of a key, and not only add to it."""
@@ -241,8 +283,8 @@ class Referred:
         ]
 
     def reachable(self) -> list[Any]:
-        """What the step can reach: the values of its names, its objects, and the user's classes."""
-        return [*self.values(), *self.owners, *self.classes]
+        """What the step can reach: the values of its names, its objects, the user's classes and functions."""
+        return [*self.values(), *self.owners, *self.classes, *self.functions]
 
     def values(self) -> list[Any]:
         """The present values of variables, arguments of partial functions, hooks, modules and defaults."""
@@ -250,6 +292,7 @@ class Referred:
         for step in self.bound:
             values += (*step.args, *step.keywords.values())
         values += [*self.hooks.values(), *map(sys.modules.get, self.imported)]
+        values += [holder.get(key) for holder, key in self.holders]
         for function in self.functions:
             values += (function.__code__, *(function.__defaults__ or ()))
             values += (function.__kwdefaults__ or {}).values()
@@ -266,6 +309,8 @@ class Referred:
         for namespace, own_names in names.values():
             seen.note_places(partial(map, namespace.get), own_names)
         seen.note_places(partial(map, sys.modules.get), self.imported)
+        for holder, key in self.holders:
+            seen.note_places(partial(map, holder.get), [key])
         for function in self.functions:
             seen.note_places(_CODE, function)
         keywords = [step.keywords for step in self.bound] + [function.__kwdefaults__ for function in self.functions]
@@ -283,19 +328,24 @@ def _function_behind(member: Any) -> Any:
     """The function behind a member of a class, as that of a property; `None` if there is none."""
     for name in ("fget", "func", "__func__"):
         member = getattr(member, name, member)
-    if not isinstance(member, FunctionType | _CACHED):
+    if not isinstance(member, FunctionType | _CACHED | _GETTERS):
         member = getattr(type(member), "__get__", None)
-    return member if isinstance(member, FunctionType | _CACHED) else None
+    return member if isinstance(member, FunctionType | _CACHED | _GETTERS) else None
 
 
 def is_written_by_users(value: Any) -> bool:
     """Whether a value is a function of the user's, and of no library."""
     if not isinstance(value, FunctionType):
         return False
-    code = value.__code__
+    return _is_users_code(value.__code__, value.__module__)
+
+
+def _is_users_code(code: CodeType, module: str | None) -> bool:
     if code.co_filename == "<string>":  # of `python -c` or `exec`, where it is no method that a dataclass has made
-        return "__create_fn__" not in getattr(code, "co_qualname", code.co_name) and code.co_name != "__new__"
-    return not code.co_filename.startswith(_NOT_THE_USERS) or _package_of(value.__module__) in _OF_STEPS
+        is_made = "__create_fn__" in getattr(code, "co_qualname", code.co_name) or code.co_name == "__new__"
+        of_module = sys.modules.get(module or "")
+        return not is_made and (_is_the_users(of_module) if of_module else not (module or "").startswith("namedtuple_"))
+    return not code.co_filename.startswith(_NOT_THE_USERS) or _package_of(module) in _OF_STEPS
 
 
 def _package_of(name: str | None) -> str:
@@ -355,16 +405,26 @@ def _imported_by(function: FunctionType) -> list[str]:
     """The modules that a function imports itself, by their full names."""
     package = function.__globals__.get("__package__") or ""
     names = [name for code in _codes(function.__code__) for name in imported_names(code)]
+    words = _names_in(function.__code__).words
+    names += [] if words.isdisjoint(_TAKE_ANY_MODULE) else [word for word in words if word in sys.modules]
     return [resolve_name(name, package) for name in names if package or not name.startswith(".")]
 
 
 @cache
 def _names_in(code: CodeType) -> Names:
-    words = frozenset(
-        word for inner in _codes(code) for word in (*inner.co_names, *inner.co_consts) if isinstance(word, str)
-    )
-    by_key = not words.isdisjoint(_TAKE_ANY_ITEM) or any(map(computes_keys, _codes(code)))
-    return Names(words, by_key, not words.isdisjoint(_TAKE_ANY_ATTRIBUTE))
+    codes = [*_codes(code)]
+    matched = [*map(matched_attributes, codes)]
+    words = {word for inner in codes for word in (*inner.co_names, *inner.co_consts) if isinstance(word, str)}
+    words = words.union(*(names for names, _ in matched))
+    by_key = not words.isdisjoint(_TAKE_ANY_ITEM) or any(map(computes_keys, codes))
+    by_place = any(has_places for _, has_places in matched)
+    return Names(frozenset(words), by_key, by_place or not words.isdisjoint(_TAKE_ANY_ATTRIBUTE))
+
+
+def _names_of_getter(getter: Any) -> Names:
+    """What a function of the module `operator` gets: an attribute of an attribute, items by keys, a method."""
+    words = [word for word in getter.__reduce__()[1] if isinstance(word, str)]
+    return Names(frozenset(part for word in words for part in (word, *word.split("."))))
 
 
 @cache
