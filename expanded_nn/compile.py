@@ -484,9 +484,11 @@ class Graphs:
                 generators=generators,
                 referred=self.met.others,
             )
-        if traced.kept_line:
+            kept_line = traced.line_of_kept()
+        if kept_line is not None:
+            _refuse_lost(traced.line_of_kept())
             raise OnlyEager(
-                f"a tensor of it is kept outside of it, which a graph does not; it was made in {traced.kept_line} "
+                f"a tensor of it is kept outside of it, which a graph does not; it was made in {kept_line} "
                 "(return it from the step, and keep it after the call)"
             )
         try:
@@ -529,6 +531,18 @@ class Graphs:
             self.reasons.add(reason)
             name = getattr(self.step, "__qualname__", type(self.step).__name__)
             warn(f"enn.compile: {name} runs eagerly, as {reason}.")
+
+
+def _refuse_lost(line: str | None) -> None:
+    """Raises if a tensor of a trace, made in this line, is left where no eager step may find it."""
+    if line is not None:
+        raise complaint(
+            "enn.compile",
+            f"the step keeps a tensor, made in {line}, in what cannot be put back after a trace, so that a tensor "
+            "without values is left there",
+            "a step that keeps tensors in variables, attributes, lists or dicts",
+            "Return the tensor, keep it after the call, and make anew what it is kept in now.",
+        )
 
 
 def _is_gone(recorder: Recorder) -> bool:

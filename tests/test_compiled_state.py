@@ -467,10 +467,10 @@ EAGER = {
     iterator_as_argument: "it refers to an iterator, a map",
     counter_in_a_dict: "its graph leaves another value of calls",
     number_of_the_function: "its graph leaves another value of calls",
-    numbers_in_a_list: "its graph leaves another list to which the step appends",
+    numbers_in_a_list: "its graph leaves another list to which the step adds",
     words_from_a_list: "its graph leaves another list from which the step takes something",
     words_from_a_set: "its graph leaves another set from which the step takes something",
-    words_in_a_set: "its graph leaves another set to which the step appends",
+    words_in_a_set: "its graph leaves another set to which the step adds",
     key_of_a_dict: "its graph leaves another dict from which the step takes something",
     numbers_in_a_deque: "its graph leaves another (list|value of item 0)",
 }

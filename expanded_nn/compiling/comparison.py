@@ -15,7 +15,7 @@ from expanded_nn.compiling.names import PLAIN, Referred
 from expanded_nn.compiling.outcome import Outcome, RecorderRows
 from expanded_nn.compiling.packing import containers, has_items, items_of
 from expanded_nn.compiling.replay import Graph
-from expanded_nn.compiling.state import FILLED_ANEW, LISTS, WAITING, State, items_in
+from expanded_nn.compiling.state import LISTS, WAITING, State, items_in
 from expanded_nn.factored import FactoredTensor
 from expanded_nn.modules.held import snapshot
 
@@ -147,14 +147,18 @@ class _Before:
             gone = (place for place in items_before.keys() - items.keys() if (id(container), place) not in done)
             if any(place not in OWN_STATE for place in gone):
                 comparison.differ(f"{kind} from which the step takes something", _TAKEN)
+            elif kind == "dict" and id(container) not in self.state.of_owners:
+                orders = [[key for key in of if key in items and key in items_before] for of in (items, items_before)]
+                if orders[0] != orders[1]:
+                    comparison.differ("order of the items of a dict")
             for place, value in items.items():
                 if (id(container), place) in done or place in OWN_STATE or place == "grad_sample":
                     continue
                 old = items_before.get(place, _NOTHING)
                 name = f"item {place}" if isinstance(container, LISTS) else str(place)
-                if old is _NOTHING:  # a new key may be a cache's; what is added to a list or a set counts
-                    if isinstance(container, FILLED_ANEW) and type(value) in PLAIN:
-                        comparison.differ(f"{kind} to which the step appends", _COUNTED)
+                if old is _NOTHING:  # a new tensor may be a cache's
+                    if type(value) in PLAIN:
+                        comparison.differ(f"{kind} to which the step adds something", _COUNTED)
                 else:
                     _add_change(comparison, name, old, value)
         for old_one, new_one in zip(self.variables, self.referred.variables(), strict=False):

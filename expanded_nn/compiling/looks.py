@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from expanded_nn._errors import shown
 from expanded_nn.common.steady import is_generator
 from expanded_nn.common.traced import OnlyEager
+from expanded_nn.compiling.caches import CACHED, results_of
 from expanded_nn.compiling.names import (
     PLAIN,
     Names,
@@ -35,7 +35,7 @@ from expanded_nn.compiling.names import (
     set_by_users,
 )
 from expanded_nn.compiling.seen import Seen
-from expanded_nn.compiling.state import State, is_of_trace, slots_of
+from expanded_nn.compiling.state import State, bytes_of, has_numbers, is_of_trace, slots_of
 from expanded_nn.factored import FactoredTensor
 from expanded_nn.recording.recorder import Recorder, recorder_of
 
@@ -43,6 +43,7 @@ MOST_ITEMS = 10_000  # of a list or a dict; what is within the items of a longer
 MOST_NUMBERS = 100_000  # of an array; a step with a larger one runs eagerly
 MOST_PARTS = 10_000  # that are looked into; others count by their identity
 _NUMBERS = {bool, int, float, complex}
+_SHARED_NUMBERS = "multiprocessing.sharedctypes"  # whose properties are made by `exec`
 _BOUND = BuiltinFunctionType, MethodType
 _WHOLE = Tensor | nn.Module  # what counts by its identity, whatever it holds
 
@@ -139,11 +140,14 @@ class Look:
         if isinstance(value, partial):
             of_keywords = self._of_places(value.keywords, value.keywords, itemgetter, list(value.keywords))
             return cls, self._key(value.func), self._key(value.args), of_keywords
+        if isinstance(value, CACHED):
+            self.seen.note_fact(partial(_ids_of_results, value))
+            return by_identity(value), tuple(map(self._key, results_of(value))), of_object
         if isinstance(value, list | tuple | set | frozenset | deque):
             return cls, self._of_items(value), of_object
         if isinstance(value, dict | MappingProxyType):
             return by_identity(value), self._of_dict(value), of_object
-        if isinstance(value, bytearray | array) or (cls.__module__ == "numpy" and hasattr(value, "tobytes")):
+        if has_numbers(value):
             return self._of_array(value)
         if isinstance(value, Iterator) and not isinstance(value, IOBase):
             self.iterator = cls.__name__
@@ -201,7 +205,7 @@ class Look:
             names = Names(names.words & {"param_groups", "defaults", *(["state"] if looks_into else [])})
         elif isinstance(value, Distribution | Transform):
             names = names.joined(Names(frozenset(_parameters_of(value))))
-        elif _finds_attributes(cls) and not is_the_users(cls):
+        elif (_finds_attributes(cls) or cls.__module__ == _SHARED_NUMBERS) and not is_the_users(cls):
             names = names.joined(names_in_class(cls))
         classes = (*value.__mro__, *cls.__mro__) if isinstance(value, type) else cls.__mro__
         self.code.update(dict.fromkeys(list(filter(is_the_users, classes[:-1]))[:1]))
@@ -251,20 +255,16 @@ class Look:
         return tuple((place, self._key(item)) for place, item in zip(counted, get(source), strict=False))
 
     def _of_array(self, value: Any) -> Hashable:
-        is_of_python = isinstance(value, bytearray | array)
-        if not is_of_python and not hasattr(value, "__array_interface__"):
-            return by_identity(value)
-        size = len(value) if is_of_python else value.size
+        size = value.size if hasattr(value, "size") else len(value) if hasattr(value, "__len__") else 1
         if size > MOST_NUMBERS:
             raise OnlyEager(
                 f"it refers to an array of {size} numbers, in which a change would not be seen (make it a tensor, or "
                 "give the step what it takes from it)"
             )
-        read = partial(bytes, value) if is_of_python else value.tobytes
-        numbers = read()
-        self.seen.note_fact(read)
+        numbers = bytes_of(value)
+        self.seen.note_fact(partial(bytes_of, value))
         self.items[id(value), None] = value, numbers
-        return type(value), *((len(value),) if is_of_python else (value.shape, value.dtype.str)), numbers
+        return type(value), *((value.shape, value.dtype.str) if hasattr(value, "dtype") else (size,)), numbers
 
 
 class StepValues:
@@ -447,6 +447,10 @@ def is_number(value: Any) -> bool:
 def _finds_attributes(cls: type) -> bool:
     """Whether a class has methods that find attributes or items, which it may keep under other names."""
     return any(hasattr(cls, name) for name in ("__getattr__", "__getitem__"))
+
+
+def _ids_of_results(function: Any) -> list[int]:
+    return [*map(id, results_of(function))]
 
 
 def _in_context(variable: ContextVar[Any]) -> tuple[Any]:

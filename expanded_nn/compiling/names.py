@@ -23,6 +23,7 @@ from expanded_nn.common.bytecode import (
     matched_attributes,
 )
 from expanded_nn.common.steady import OWN_STATE
+from expanded_nn.compiling.caches import CACHED
 from expanded_nn.compiling.called import Place, functions_with, places_of
 from expanded_nn.compiling.seen import Seen
 
@@ -31,7 +32,6 @@ _MADE_BY_LIBRARIES = "<frozen ", "<attrs ", "<__array_function__ "  # not "<stdi
 _NOT_THE_USERS = *NOT_THE_USERS, *_MADE_BY_LIBRARIES
 
 _OF_ANY_MODULE = {*vars(nn.Module()), *OWN_STATE}
-_CACHED = type(cache(len))
 _GETTERS: Any = attrgetter | itemgetter | methodcaller
 _ENVIRONMENT = os.environ, os.getenv
 _OURS = __name__.partition(".")[0]
@@ -220,7 +220,7 @@ class Referred:
             value = value.__func__
         if isinstance(value, partial):
             value = value.func
-        if isinstance(value, FunctionType | _CACHED):
+        if isinstance(value, FunctionType | CACHED):
             if isinstance(value, FunctionType) and is_written_by_users(value):
                 self._read(value)
             if "__wrapped__" in vars(value):  # by a decorator, such as torch.no_grad()
@@ -328,9 +328,9 @@ def _function_behind(member: Any) -> Any:
     """The function behind a member of a class, as that of a property; `None` if there is none."""
     for name in ("fget", "func", "__func__"):
         member = getattr(member, name, member)
-    if not isinstance(member, FunctionType | _CACHED | _GETTERS):
+    if not isinstance(member, FunctionType | CACHED | _GETTERS):
         member = getattr(type(member), "__get__", None)
-    return member if isinstance(member, FunctionType | _CACHED | _GETTERS) else None
+    return member if isinstance(member, FunctionType | CACHED | _GETTERS) else None
 
 
 def is_written_by_users(value: Any) -> bool:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
+from array import array
 from collections import deque
 from collections.abc import Iterable
+from contextvars import ContextVar
+from copy import copy
 from functools import cache, partial
-from itertools import chain
 from operator import is_
 from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from expanded_nn.common.batch import contents
 from expanded_nn.common.steady import OWN_STATE
+from expanded_nn.compiling.caches import CACHED, results_of
 from expanded_nn.compiling.names import is_the_users
 from expanded_nn.core.kronecker import KroneckerFactors, SecondMoment
 from expanded_nn.factored import FactoredTensor
@@ -22,9 +26,11 @@ from expanded_nn.factored import FactoredTensor
 MOST = 100_000  # lists, dicts and objects that are looked into
 LISTS = (list, deque)
 FILLED_ANEW = (*LISTS, set)
-_OPAQUE = Tensor, ModuleType, str, int, float
+_OPAQUE = str, int, float, FakeTensor, FactoredTensor
 _NOTHING = object()
-MOST_IN_LIST = 1000  # the items of a longer list are not looked into
+_ARRAYS: Any = bytearray | array
+NUMBERS_OF_C: Any = ctypes.c_int.__mro__[-2]  # the class of all that is laid out as in C
+MOST_IN_LIST = 10_000  # the items of a longer list are not looked into
 _OURS = __name__.partition(".")[0]
 _SUMS = KroneckerFactors, SecondMoment
 WAITING = "_waiting"  # the attribute with what is to be added to them, which is memory that is used again
@@ -33,11 +39,17 @@ WAITING = "_waiting"  # the attribute with what is to be added to them, which is
 class State:
     """The lists, dicts and attributes that can be reached from some values, with copies of them.
 
-    Objects of this library are left out, as a trace puts them back itself; but for Kronecker factors, which users keep.
+    Objects of this library are left out, as a trace puts them back itself; but for Kronecker factors, which users keep,
+    and for modules, which have attributes of the user's.
+
+    Attributes:
+        kept: Lists, dicts and the like, each with a copy.
+        of_owners: The ids of those dicts that are the attributes of something, whose order says nothing.
     """
 
     def __init__(self, roots: Iterable[Any]) -> None:
         self.kept: list[tuple[Any, Any]] = []
+        self.of_owners: set[int] = set()
         seen: set[int] = set()
         left = list(roots)
         while left and len(seen) < MOST:
@@ -51,26 +63,41 @@ class State:
                     constants = [name for name, item in vars(value).items() if _is_constant(name, item)]
                     left += self._kept_attributes(value, constants)
                 continue
-            if isinstance(value, dict):
+            if isinstance(value, Tensor | ModuleType):
+                if isinstance(value, Tensor) or is_the_users(value):
+                    left.append(self._attributes_of(value))
+            elif isinstance(value, dict):
                 self.kept.append((value, dict(value)))
-                left += [item for name, item in value.items() if name not in OWN_STATE]
+                own = {*OWN_STATE, "__builtins__"} if id(value) in self.of_owners else ()
+                left += [item for name, item in value.items() if name not in own]
             elif isinstance(value, list | tuple | deque | set | frozenset):
                 if isinstance(value, FILLED_ANEW):
                     self.kept.append((value, list(value)))
                 left += value if len(value) <= MOST_IN_LIST else ()
             elif isinstance(value, FunctionType):
-                left.append(vars(value))
+                left.append(self._attributes_of(value))
+            elif isinstance(value, CACHED):
+                left += results_of(value)
+            elif isinstance(value, ContextVar):
+                variable = _InContext(value)
+                self.kept.append((variable, dict(variable.items())))
+                left += dict(variable.items()).values()
             elif isinstance(value, partial):
                 left += [value.func, value.args, value.keywords]
             elif isinstance(value, MethodType):
                 left.append(value.__self__)
-            elif cls.__module__ == "numpy" and hasattr(value, "tobytes"):
-                if hasattr(value, "__setitem__") and value.size <= MOST:
-                    array = _Array(value)
-                    self.kept.append((array, dict(array.items())))
-            elif cls.__module__.partition(".")[0] != _OURS or cls in _SUMS:
-                left += [cls, *([vars(value)] if hasattr(value, "__dict__") else ())]
+            elif has_numbers(value):
+                if getattr(value, "nbytes", 0) <= 8 * MOST:
+                    numbers = _Numbers(value)
+                    self.kept.append((numbers, dict(numbers.items())))
+            elif cls.__module__.partition(".")[0] != _OURS or cls in _SUMS or isinstance(value, nn.Module):
+                left += [cls, *([self._attributes_of(value)] if hasattr(value, "__dict__") else ())]
                 left += self._kept_attributes(value, slots_of(cls))
+
+    def _attributes_of(self, owner: Any) -> dict[str, Any]:
+        attributes: dict[str, Any] = vars(owner)
+        self.of_owners.add(id(attributes))
+        return attributes
 
     def _kept_attributes(self, owner: Any, names: list[str]) -> Iterable[Any]:
         """Keeps attributes of a class, or those for which an object has slots; returns their values."""
@@ -96,12 +123,17 @@ class State:
     def restore(self) -> None:
         """Puts all of them back."""
         for container, before in self.kept:
-            is_filled_anew = isinstance(container, FILLED_ANEW)
-            parts = [*container] if is_filled_anew else [*chain.from_iterable(container.items())]
-            parts_before = before if is_filled_anew else [*chain.from_iterable(before.items())]
-            if len(parts) != len(parts_before) or not all(map(is_, parts, parts_before)):
+            if isinstance(container, FILLED_ANEW):
+                if len(container) != len(before) or not all(map(is_, container, before)):
+                    container.clear()
+                    container.extend(before) if isinstance(container, LISTS) else container.update(before)
+                continue
+            now = dict(container.items())
+            if len(now) != len(before) or not all(map(is_, now, before)):  # other keys, or in another order
                 container.clear()
-                container.extend(before) if isinstance(container, LISTS) else container.update(before)
+                container.update(before)
+            elif changed := {key: value for key, value in before.items() if now[key] is not value}:
+                container.update(changed)
 
 
 def items_in(container: Any) -> dict[Any, Any]:
@@ -133,22 +165,47 @@ class _Attributes:
         return type if isinstance(self.owner, type) else object
 
 
-class _Array:
-    """The numbers of an array of NumPy's, as a dict of one item that can be put back."""
+def has_numbers(value: Any) -> bool:
+    """Whether it holds numbers that can be set, and no objects: an array of NumPy or Python, a number of C."""
+    cls: Any = type(value)
+    is_of_numpy = cls.__module__ == "numpy" and hasattr(value, "tobytes") and hasattr(value, "__setitem__")
+    return is_of_numpy or isinstance(value, _ARRAYS | NUMBERS_OF_C)
 
-    def __init__(self, array: Any) -> None:
-        self.array, self.before = array, array.copy()
-        self.numbers = array.tobytes()
+
+def bytes_of(value: Any) -> bytes:
+    """The numbers in an array of NumPy or Python, or a number of C."""
+    return value.tobytes() if hasattr(value, "tobytes") else bytes(value)
+
+
+class _Numbers:
+    """The numbers of an array or of C, as a dict of one item that can be put back."""
+
+    def __init__(self, owner: Any) -> None:
+        self.owner, self.numbers, self.before = owner, bytes_of(owner), copy(owner)
 
     def items(self) -> Iterable[tuple[str, Any]]:
-        numbers = self.array.tobytes()
-        return [("an array", self.numbers if numbers == self.numbers else numbers)]
+        numbers, is_of_c = bytes_of(self.owner), isinstance(self.owner, NUMBERS_OF_C)
+        return [("a number of C" if is_of_c else "an array", self.numbers if numbers == self.numbers else numbers)]
 
     def clear(self) -> None:
         pass
 
-    def update(self, _: Any) -> None:
-        self.array[...] = self.before
+    def update(self, items: Any) -> None:
+        if items and isinstance(self.owner, NUMBERS_OF_C):
+            memoryview(self.owner).cast("B")[:] = self.numbers
+        elif items:
+            self.owner[slice(None) if isinstance(self.owner, _ARRAYS) else ...] = self.before
+
+
+class _InContext:
+    """The value of a context variable, as a dict of one item. A trace does not change it, as it has its own context."""
+
+    def __init__(self, variable: ContextVar[Any]) -> None:
+        self.variable = variable
+
+    def items(self) -> Iterable[tuple[str, Any]]:
+        value = self.variable.get(_NOTHING)
+        return [] if value is _NOTHING else [(self.variable.name, value)]
 
 
 def _is_constant(name: str, member: Any) -> bool:

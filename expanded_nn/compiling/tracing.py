@@ -9,6 +9,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
@@ -29,6 +30,7 @@ from expanded_nn.common.meanwhile import meanwhile
 from expanded_nn.common.modes import set_grad_enabled
 from expanded_nn.common.steady import RandomStates
 from expanded_nn.common.traced import FirstEager, LookFirst, OnlyEager, assumptions, note_gradient
+from expanded_nn.compiling.caches import clear_caches
 from expanded_nn.compiling.kinds import Call
 from expanded_nn.compiling.outcome import Outcome, Saved
 from expanded_nn.compiling.packing import containers, items_of, packed
@@ -84,7 +86,7 @@ class Traced:
     draws: bool  # whether it draws random numbers
     shape_env: Any  # what the sizes are known to be
     len_lines: list[str]  # the user's lines that make a number of a size that changes
-    kept_line: str | None  # the user's line that made a tensor which is kept outside of the step, if there is one
+    line_of_kept: Callable[[], str | None]  # the user's line that made a tensor which is kept outside of the step
 
 
 def trace(
@@ -142,15 +144,15 @@ def trace(
         others += looked_at
         changed = body.ops.put_back()
         has_drawn = drawn.restore()
+        is_cached = clear_caches(body.ops.living())
     if looked_at:
         raise FirstEager("it reads or sets a .grad of what belongs to no module that it calls, or freezes it")
     if new_modules:  # and the step has not made them for itself
         raise FirstEager(_calls_new(next(iter(new_modules))))
+    if is_cached:  # there is one with values after an eager call
+        raise FirstEager("a function with a cache, functools.lru_cache, makes a tensor of it, call after call")
     if has_drawn:
         raise OnlyEager("it draws random numbers of Python or NumPy, which a graph does not draw anew")
-    # the gradients of arguments would look as if they were kept
-    has_grads = any(tensor.requires_grad for tensor in (*tensors, *fakes[: len(tensors)]))
-    kept_line = None if has_grads else body.ops.line_of_kept()
     used = {node.meta["val"].node.expr for node in graph.graph.nodes if node.target is READ and node.users}
     unused = [line for value, line in body.ops.values.items() if value not in used]
     if unused:  # it was printed, or kept outside of the step, where it would be the same symbol for ever
@@ -162,7 +164,9 @@ def trace(
         raise FirstEager("it trains a tensor that belongs to no module that it calls")
     examples = [*fakes, *(sizes.without_values(constant.detach()) for constant in constants)]
     inputs = Inputs(leaves, [*former.inputs], _places_of(constants, [*_dicts_of([*modules, *referred]), *dicts]))
-    return Traced(graph, inputs, examples, body.outcome, body.ops.draws, sizes.env, body.readings.len_lines, kept_line)
+    return Traced(
+        graph, inputs, examples, body.outcome, body.ops.draws, sizes.env, body.readings.len_lines, body.ops.line_of_kept
+    )
 
 
 class _Sizes:
@@ -306,8 +310,8 @@ def _graph_of(
         with ExitStack() as stack:
             for context in contexts:
                 stack.enter_context(context)
-            # "real" mode, as the inputs are without values already
-            return make_fx(body, _allow_non_fake_inputs=True)(*inputs)
+            # "real" mode, as the inputs are without values already; what it sets in context variables is dropped
+            return copy_context().run(make_fx(body, _allow_non_fake_inputs=True), *inputs)
     except (PerSampleError, FirstEager, LookFirst, OnlyEager):
         raise
     except Exception as error:

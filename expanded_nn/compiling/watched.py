@@ -111,6 +111,10 @@ class Operations(TorchDispatchMode):
                 return f"line {number} of {file}: {linecache.getline(file, number).strip()}"
         return None
 
+    def living(self) -> list[Tensor]:
+        """The tensors that are there still."""
+        return [tensor for tensor in (ref() for ref, _ in self.tensors) if tensor is not None]
+
 
 def _is_fake(tensor: Tensor) -> bool:
     """Whether a tensor has no values, or is made of such."""
