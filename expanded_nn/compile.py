@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Collection, Hashable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Hashable
 from threading import Lock, RLock, Thread, current_thread, get_ident
 from types import CodeType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,24 +21,21 @@ from expanded_nn.common.traced import FirstEager, LookFirst, OnlyEager, is_trace
 from expanded_nn.compiling.backends import Backend, CompilerError, backend_of, draws_alike
 from expanded_nn.compiling.called import Called
 from expanded_nn.compiling.comparison import run_beside
+from expanded_nn.compiling.families import Family, LastCall, Met, Shapes
 from expanded_nn.compiling.kinds import Call, of_models, of_surroundings
 from expanded_nn.compiling.looks import StepValues
 from expanded_nn.compiling.replay import ArgumentDim, Graph
-from expanded_nn.compiling.seen import Seen
 from expanded_nn.compiling.tracing import Traced, trace
-from expanded_nn.modules.base import PerSampleModule
 from expanded_nn.recording.independence import compare_next
-from expanded_nn.recording.isolation import Grads, look_at_grads
+from expanded_nn.recording.isolation import look_at_grads
 from expanded_nn.recording.recorder import Recorder
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-Shapes = tuple[torch.Size, ...]
 Key = tuple[Hashable, Hashable, Hashable]  # of the arguments, of what the step names, of torch's global state
 
 MOST_GRAPHS = 16
 MOST_FAULTS = 4
 MOST_KINDS = 64
-FIRST_COMPARED = 8  # runs of graphs, before which the samples are compared again; then before twice as many, and so on
 NEW_KINDS = 16  # in a row, after which a warning says why nothing is compiled
 _ONE_AT_A_TIME = Lock()
 
@@ -55,9 +51,9 @@ def compile(step: Function | None = None, *, backend: str | Backend = "inductor"
 
     There is a graph for each kind of call: the models' flags (`train`, `eval`), settings, frozen parameters and numbers
     among their attributes, the arguments' dtypes and layouts, autocast, and numbers and strings that are arguments, or
-    that the step and the functions of yours that it calls, modules' forwards and hooks included, refer to by names:
-    variables, attributes, items, and the environment where they name it. What they find in another way, as in a file or
-    by the time, is that of the trace.
+    that functions of yours refer to by names which run in the step, whoever calls them: variables, attributes, items,
+    and the environment where they name it. What they find in another way, as in a file or by the time, is that of the
+    trace.
     Sizes that change from call to call, as that of the batch, become symbols of one graph where the step reads them by
     `x.shape[0]`; `len(x)` is a plain number, with a graph for each. New values of parameters, by an optimizer or
     `load_state_dict`, and of buffers are seen. Lists and dicts among the arguments that the step changes are changed by
@@ -120,99 +116,6 @@ def compile(step: Function | None = None, *, backend: str | Backend = "inductor"
         remedy = "Write inductor's by name: enn.compile(step, max_autotune=True)."
         raise TypeError(str(complaint("enn.compile", problem, wanted, remedy)))
     return CompiledStep(step, backend, options)
-
-
-class LastCall(NamedTuple):
-    """A call that the next one may be like."""
-
-    arguments: Hashable  # the key of its arguments
-    seen: Seen  # all else that it depends on
-    family: Family  # of its graph
-    thread: Thread
-
-    def is_of_now(self) -> bool:
-        """Whether all that it depends on is as it was, and this is its thread."""
-        return self.thread is current_thread() and self.seen.holds()
-
-
-@dataclass
-class Family:
-    """The graphs for calls that differ in nothing but the sizes of tensors."""
-
-    graphs: list[Graph] = field(default_factory=list)
-    by_shapes: dict[Shapes, Graph | None] = field(default_factory=dict)  # of earlier calls; `None` without a graph
-    varying: set[ArgumentDim] = field(default_factory=set)  # the dimensions that had different sizes
-    is_eager: bool = False  # whether such calls run eagerly for good
-    by_gradients: bool = False  # whether there is a family for each kind of gradients that are there before the call
-    grads: Grads | None = None  # what these gradients are, if it is such a family
-    is_thorough: bool = False  # whether its graphs assume less, at a cost, as an assumption of a usual one has failed
-    faults: int = 0  # how many calls in a row had no graph, or one whose assumptions failed
-    runs: int = 0  # of its graphs
-    passed: set[Hashable] = field(default_factory=set)  # sorts of sizes without a graph, as they may not come again
-
-    def is_to_compare(self) -> bool:
-        """Counts a run of a graph; whether it is time to compare the samples again, for which a step runs eagerly."""
-        self.runs += 1
-        return self.runs >= FIRST_COMPARED and self.runs & (self.runs - 1) == 0
-
-    def is_rare(self, shapes: Shapes) -> bool:
-        """Whether sizes that no graph fits are the first of their sort (0, 1, 2 or more in each dimension).
-
-        From the second graph on there is one for nearly any size. Another pays only if such sizes come again, as
-        compiling takes as long as many steps.
-        """
-        if not any(graph.free_dims for graph in self.graphs):
-            return False
-        sort = tuple(min(shapes[number][dim], 3) for number, dim in sorted(self.varying))
-        is_first = sort not in self.passed
-        self.passed.add(sort)
-        return is_first
-
-    def find(self, shapes: Shapes) -> Graph | None:
-        """The graph for arguments of such shapes."""
-        graph = self.by_shapes.get(shapes)
-        if graph is None:
-            graph = next((graph for graph in self.graphs if graph.sizes.fit(shapes)), None)
-            for former_shapes in self.by_shapes:
-                self.varying |= {
-                    (number, dim)
-                    for number, (shape, former_shape) in enumerate(zip(shapes, former_shapes, strict=True))
-                    for dim, (size, former) in enumerate(zip(shape, former_shape, strict=True))
-                    if size != former
-                }
-            self.by_shapes[shapes] = graph
-        return graph
-
-    def drop_graphs(self) -> None:
-        """Lets go of the graphs."""
-        self.graphs.clear()
-        self.by_shapes = dict.fromkeys(self.by_shapes)
-
-
-@dataclass
-class Met:
-    """What has taken part in the calls of a step, by one thread."""
-
-    modules: list[nn.Module] = field(default_factory=list)
-    others: list[nn.Module] = field(default_factory=list)  # the step refers to them, and does not call them
-    # parameters of such modules and other tensors that the step trains, or whose gradients it looks at
-    leaves: list[torch.Tensor] = field(default_factory=list)
-    recorders: list[Recorder] = field(default_factory=list)  # of the modules' rows
-    former_count: int = 0  # how many modules there were when a warning of ever new kinds was last due
-
-    def add(self, modules: Iterable[nn.Module], recorders: Iterable[Recorder]) -> None:
-        """Adds modules with all within, and recorders with those of the modules."""
-        members = dict.fromkeys(member for module in modules for member in module.modules())
-        own = (module._recorder for module in members if isinstance(module, PerSampleModule))
-        more = [recorder for recorder in (*recorders, *own) if recorder is not None]
-        self.modules = list(dict.fromkeys([*self.modules, *members]))
-        self.recorders = list(dict.fromkeys([*self.recorders, *more]))
-
-    def refer(self, modules: Iterable[nn.Module]) -> None:
-        """Notes the modules that the step refers to, with all within."""
-        called = set(self.modules)
-        members = dict.fromkeys(member for module in modules for member in module.modules())
-        self.others = [member for member in members if member not in called]
 
 
 class CompiledStep:
@@ -417,7 +320,7 @@ class Graphs:
 
     def _add_called(self) -> None:
         """Adds the functions that have run to those whose names count."""
-        self.step_values.referred.add_called(self.called)
+        self.step_values.referred.add_called(self.called.values())
         self.called.clear()
 
     def _graph(self, kind: Hashable, family: Family, call: Call) -> tuple[Family, Graph | None]:

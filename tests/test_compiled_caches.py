@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-import expanded_nn as enn
 from test_compiled_state import batch, compared, trained
 
 HELD, OF_CONTEXT, OF_THREAD = torch.zeros(1), ContextVar[Any]("OF_CONTEXT", default=None), threading.local()
@@ -272,18 +271,3 @@ def test_what_a_step_keeps_is_kept_once_a_call(place: str) -> None:
     make, keep, after = COUNTS[place]
     words = "its graph leaves another|sets .* to a tensor|a tensor of it is kept outside"
     assert compared(lambda model, wrap: once(model, wrap, keep, make(), after), words) == 0
-
-
-def test_a_tensor_that_a_step_keeps_where_nothing_is_put_back() -> None:
-    model, kept = enn.convert(nn.Linear(8, 3)).per_sample(), queue.SimpleQueue[Tensor]()
-
-    @enn.compile(backend="eager")
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        loss = trained(model, x, y)
-        kept.put(loss)
-        return loss
-
-    x, y = torch.randn(4, 8), torch.zeros(4, dtype=torch.long)
-    step(x, y)
-    with pytest.raises(enn.PerSampleError, match=r"the step keeps a tensor, made in .*loss.detach.*make anew what"):
-        step(x, y)

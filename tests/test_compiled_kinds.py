@@ -1,5 +1,6 @@
 """A compiled step whose calls differ in little: by tensors that are one, hooks of arguments, names, negated numbers."""
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import expanded_nn as enn
 from test_compiled_state import compared, trained
 
 
@@ -229,3 +231,42 @@ def test_an_argument_whose_numbers_are_negated_when_they_are_read() -> None:
         return call, None
 
     assert compared(program, "the numbers of an argument are negated when they are read .give it x.resolve_neg") == 1
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested", "ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("kind", ["nested", "quantized"])
+def test_arguments_without_usual_numbers_run_eagerly(kind: str) -> None:
+    def program(model: nn.Module, wrap: Any) -> Any:
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            return trained(model, x.to_padded_tensor(0.0) if x.is_nested else x.dequantize().double(), y)
+
+        compiled = wrap(step)
+
+        def call(number: int, x: Tensor, y: Tensor) -> Any:
+            nested = torch.nested.nested_tensor([*x])
+            return compiled(
+                nested if kind == "nested" else torch.quantize_per_tensor(x.float(), 0.1, 0, torch.qint8), y
+            )
+
+        return call, None
+
+    assert compared(program, "an argument is a nested or a quantized tensor") == 0
+
+
+def test_numbers_that_the_system_draws() -> None:
+    """Their generator has no state that could be put back."""
+    model, draw = enn.convert(nn.Linear(8, 3)).per_sample(), random.SystemRandom()
+
+    @enn.compile(backend="eager")
+    def step(x: Tensor, y: Tensor) -> tuple[Tensor, float]:
+        scale = draw.random()
+        (F.cross_entropy(model(x), y) * scale).backward()
+        return model.weight.grad / scale, scale  # type: ignore[return-value]
+
+    x, y = torch.randn(4, 8), torch.zeros(4, dtype=torch.long)
+    found = [step(x, y)]
+    with pytest.warns(enn.PerSampleWarning, match="its graph leaves another returned value"):
+        found += [(model.zero_grad(), step(x, y))[1] for _ in range(3)]
+    assert len({scale for _, scale in found}) == 4
+    for grad, _ in found:
+        torch.testing.assert_close(grad, found[0][0])

@@ -1166,6 +1166,38 @@ def test_a_decorator() -> None:
     assert len(graphs(step)) == 1
 
 
+def test_attributes_that_the_user_sets_are_those_of_the_step() -> None:
+    """Whatever their names: the step finds them, also by its own name, and so does the one who has set them."""
+    model = enn.convert(perceptron()).per_sample()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        (F.cross_entropy(model(x), y) * compiled.families).backward()
+        return parameter_grads(model)
+
+    step.last = 3  # type: ignore[attr-defined]
+    compiled = enn.compile(step, backend="eager")
+    compiled.families, (x, y) = 2.0, samples(4)[0]
+    grads = []
+    for number in range(6):
+        model.zero_grad()
+        compiled.families = 2.0 if number < 3 else 6.0
+        grads.append(compiled(x, y))
+    torch.testing.assert_close(3 * grads[0], grads[5])
+    assert compiled.last == 3
+    assert step.families == 6.0  # type: ignore[attr-defined]
+    assert compiled.__name__ == "step"
+    assert copy.copy(compiled).families == 6.0
+    del compiled.families
+    assert not hasattr(step, "families")
+    with pytest.raises(AttributeError, match="mets"):
+        compiled.mets  # noqa: B018
+    assert len(graphs(compiled)) == 2
+
+
+def parameter_grads(model: nn.Module) -> Tensor:
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])  # type: ignore[union-attr]
+
+
 def test_without_gradients_a_step_runs_as_it_is() -> None:
     model = enn.convert(perceptron()).per_sample()
     step = enn.compile(lambda x: model(x), backend="eager")

@@ -6,6 +6,7 @@ After it come mistakes with batches that must not end in an error from the insid
 
 import ast
 import contextlib
+import queue
 import tempfile
 import threading
 import traceback
@@ -1660,6 +1661,19 @@ def a_step_with_an_optimizer() -> None:
 )
 def a_step_without_a_backward() -> None:
     compiled_twice(lambda model, x: model(x))
+
+
+@refused(
+    r"^enn\.compile: the step keeps a tensor, made in line \d+ of .*kept\.put.*Return the tensor, .*make anew what"
+)
+def a_tensor_that_a_compiled_step_keeps_where_nothing_is_put_back() -> None:
+    kept: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
+
+    def change(model: nn.Module, x: Tensor) -> None:
+        model(x).sum().backward()
+        kept.put(x * 2)
+
+    compiled_twice(change)
 
 
 @refused(r"^enn\.compile: the step calls DistributedDataParallel.*all_reduce\(parameter\.grad\)")

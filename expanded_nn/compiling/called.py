@@ -45,16 +45,31 @@ def _noting(codes: dict[int, tuple[CodeType, str]], former: Callable[..., Any] |
     return note
 
 
-def functions_with(codes: Iterable[CodeType]) -> list[FunctionType]:
-    """The functions, as far as there are any still, that have some code."""
-    ids = {id(code) for code in codes}
-    referrers = gc.get_referrers(*codes) if ids else []
-    return [holder for holder in referrers if isinstance(holder, FunctionType) and id(holder.__code__) in ids]
+class Unnamed:
+    """Functions that have run, and that no name leads to.
+
+    Attributes:
+        codes: Their code, by its id.
+        places: The dicts that have them as items, with their keys: those of classes, of modules, of a registry.
+    """
+
+    def __init__(self) -> None:
+        self.codes: dict[int, CodeType] = {}
+        self.places: list[Place] = []
+
+    def add(self, codes: Iterable[CodeType]) -> list[FunctionType]:
+        """Adds code; returns the functions, as far as there are any still, whose code is new."""
+        new = {id(code): code for code in codes if id(code) not in self.codes and code.co_name != "<module>"}
+        self.codes |= new
+        referrers = gc.get_referrers(*new.values()) if new else []
+        functions = [value for value in referrers if isinstance(value, FunctionType) and id(value.__code__) in new]
+        self.places += _places_of(functions) if functions else []
+        return functions
 
 
-def places_of(functions: list[FunctionType]) -> list[Place]:
-    """The dicts that have functions as items, with their keys: those of classes, of modules, of a registry."""
-    referrers = gc.get_referrers(*functions) if functions else []
+def _places_of(functions: list[FunctionType]) -> list[Place]:
+    """The dicts that have functions as items, with their keys."""
+    referrers = gc.get_referrers(*functions)
     wrappers = [holder for holder in referrers if isinstance(holder, _WRAPPERS)]
     referrers += gc.get_referrers(*wrappers) if wrappers else []
     found = {*map(id, functions), *map(id, wrappers)}

@@ -24,7 +24,7 @@ from expanded_nn.common.bytecode import (
 )
 from expanded_nn.common.steady import OWN_STATE
 from expanded_nn.compiling.caches import CACHED
-from expanded_nn.compiling.called import Place, functions_with, places_of
+from expanded_nn.compiling.called import Unnamed
 from expanded_nn.compiling.seen import Seen
 
 PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), range, torch.dtype, torch.device})
@@ -78,8 +78,7 @@ class Referred:
     name, such as `__getitem__`.
 
     Attributes:
-        owners: The step's objects.
-        bound: The partial functions that the step is made of; their arguments count.
+        owners: The step's objects, and the partial functions that it is made of.
         cells: The variables of enclosing functions.
         globals: The global namespaces, each with a name in it.
         imported: The modules that the functions import themselves, by their full names.
@@ -88,14 +87,11 @@ class Referred:
         names: What they refer to.
         places: The namespaces in which these names may find more functions, by the id of the object that has them.
         classes: The user's classes that were met.
-        has_environment: Whether they refer to the environment by a name of their own.
-        found: The code of functions that ran and that nothing here names, by its id.
-        holders: The dicts that have these functions, each with the key there.
+        unnamed: The functions that have run and that nothing here names.
     """
 
     def __init__(self, step: Any) -> None:
         self.owners: list[Any] = []
-        self.bound: list[partial[Any]] = []
         self.cells: list[CellType] = []
         self.globals: list[tuple[dict[str, Any], str]] = []
         self.imported: list[str] = []
@@ -104,14 +100,11 @@ class Referred:
         self.names = Names()
         self.places: dict[int, list[Mapping[str, Any]]] = {}
         self.classes: dict[type, None] = {}
-        self.has_environment = False
-        self.found: dict[int, CodeType] = {}
-        self.holders: list[Place] = []
+        self.unnamed = Unnamed()
         while step is not None:
             _note_package(step)
             self._look(step)
             if isinstance(step, partial):
-                self.bound.append(step)
                 for value in (*step.args, *step.keywords.values()):
                     self._follow(value)
             inner = step.func if isinstance(step, partial) else getattr(step, "__func__", None)
@@ -128,25 +121,19 @@ class Referred:
             self._note_places(value)
             self._read_all()
 
-    def add_called(self, codes: Mapping[int, tuple[CodeType, str]]) -> bool:
-        """Adds the user's functions that have run; whether any were new.
+    def add_called(self, codes: Iterable[tuple[CodeType, str]]) -> None:
+        """Adds the user's functions that have run, given by their code and the names of their modules.
 
         Those that nothing names are what only a library's code calls, or Python itself, or what is found by a computed
         name. That others may take their places is seen where they are kept.
         """
-        known = {id(code) for read in self.functions.values() for code in _codes(read)} | self.found.keys()
-        new = [
-            code
-            for key, (code, module) in codes.items()
-            if key not in known and code.co_name != "<module>" and _is_users_code(code, module)
-        ]
-        self.found |= {id(code): code for code in new}
-        functions = functions_with(new)
+        known = {id(code) for read in self.functions.values() for code in _codes(read)}
+        functions = self.unnamed.add(
+            code for code, module in codes if _is_users_code(code, module) and id(code) not in known
+        )
         for function in functions:
             self._follow(function)
-        self.holders += places_of(functions)
         self._read_all()
-        return bool(functions)
 
     def read_changed(self) -> None:
         """Reads the functions whose code was replaced, as a notebook's reloading does."""
@@ -214,7 +201,7 @@ class Referred:
         if isinstance(value, _GETTERS):
             self.names = self.names.joined(_names_of_getter(value))
         if any(value is own for own in _ENVIRONMENT):
-            self.has_environment = True
+            self.names = self.names.joined(Names(frozenset({"environ"})))
         if isinstance(value, MethodType):
             self._follow(value.__self__)
             value = value.__func__
@@ -244,7 +231,7 @@ class Referred:
                 self._follow(_function_behind(namespace[name]))
 
     def _reads_environment(self) -> bool:
-        return self.has_environment or not self.names.words.isdisjoint({"environ", "getenv"})
+        return not self.names.words.isdisjoint({"environ", "getenv"})
 
     def members(self) -> Iterator[tuple[type, list[str]]]:
         """The user's classes, each with the names of the members that count."""
@@ -289,10 +276,9 @@ class Referred:
     def values(self) -> list[Any]:
         """The present values of variables, arguments of partial functions, hooks, modules and defaults."""
         values = [variable.value for variable in self.variables()]
-        for step in self.bound:
-            values += (*step.args, *step.keywords.values())
+        values += [owner for owner in self.owners if isinstance(owner, partial)]
         values += [*self.hooks.values(), *map(sys.modules.get, self.imported)]
-        values += [holder.get(key) for holder, key in self.holders]
+        values += [holder.get(key) for holder, key in self.unnamed.places]
         for function in self.functions:
             values += (function.__code__, *(function.__defaults__ or ()))
             values += (function.__kwdefaults__ or {}).values()
@@ -309,12 +295,11 @@ class Referred:
         for namespace, own_names in names.values():
             seen.note_places(partial(map, namespace.get), own_names)
         seen.note_places(partial(map, sys.modules.get), self.imported)
-        for holder, key in self.holders:
+        for holder, key in self.unnamed.places:
             seen.note_places(partial(map, holder.get), [key])
         for function in self.functions:
             seen.note_places(_CODE, function)
-        keywords = [step.keywords for step in self.bound] + [function.__kwdefaults__ for function in self.functions]
-        for own_keywords in filter(None, keywords):
+        for own_keywords in filter(None, [function.__kwdefaults__ for function in self.functions]):
             seen.note_items(own_keywords.values())
         if self._reads_environment():
             seen.note_fact(partial(repr, os.environ))

@@ -1,0 +1,113 @@
+"""The graphs of one kind of calls, and what has taken part in the calls of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+from threading import Thread, current_thread
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from expanded_nn.compiling.replay import ArgumentDim, Graph
+from expanded_nn.compiling.seen import Seen
+from expanded_nn.modules.base import PerSampleModule
+from expanded_nn.recording.isolation import Grads
+from expanded_nn.recording.recorder import Recorder
+
+Shapes = tuple[torch.Size, ...]
+FIRST_COMPARED = 8  # runs of graphs, before which the samples are compared again; then before twice as many, and so on
+
+
+class LastCall(NamedTuple):
+    """A call that the next one may be like."""
+
+    arguments: Hashable  # the key of its arguments
+    seen: Seen  # all else that it depends on
+    family: Family  # of its graph
+    thread: Thread
+
+    def is_of_now(self) -> bool:
+        """Whether all that it depends on is as it was, and this is its thread."""
+        return self.thread is current_thread() and self.seen.holds()
+
+
+@dataclass
+class Family:
+    """The graphs for calls that differ in nothing but the sizes of tensors."""
+
+    graphs: list[Graph] = field(default_factory=list)
+    by_shapes: dict[Shapes, Graph | None] = field(default_factory=dict)  # of earlier calls; `None` without a graph
+    varying: set[ArgumentDim] = field(default_factory=set)  # the dimensions that had different sizes
+    is_eager: bool = False  # whether such calls run eagerly for good
+    by_gradients: bool = False  # whether there is a family for each kind of gradients that are there before the call
+    grads: Grads | None = None  # what these gradients are, if it is such a family
+    is_thorough: bool = False  # whether its graphs assume less, at a cost, as an assumption of a usual one has failed
+    faults: int = 0  # how many calls in a row had no graph, or one whose assumptions failed
+    runs: int = 0  # of its graphs
+    passed: set[Hashable] = field(default_factory=set)  # sorts of sizes without a graph, as they may not come again
+
+    def is_to_compare(self) -> bool:
+        """Counts a run of a graph; whether it is time to compare the samples again, for which a step runs eagerly."""
+        self.runs += 1
+        return self.runs >= FIRST_COMPARED and self.runs & (self.runs - 1) == 0
+
+    def is_rare(self, shapes: Shapes) -> bool:
+        """Whether sizes that no graph fits are the first of their sort (0, 1, 2 or more in each dimension).
+
+        From the second graph on there is one for nearly any size. Another pays only if such sizes come again, as
+        compiling takes as long as many steps.
+        """
+        if not any(graph.free_dims for graph in self.graphs):
+            return False
+        sort = tuple(min(shapes[number][dim], 3) for number, dim in sorted(self.varying))
+        is_first = sort not in self.passed
+        self.passed.add(sort)
+        return is_first
+
+    def find(self, shapes: Shapes) -> Graph | None:
+        """The graph for arguments of such shapes."""
+        graph = self.by_shapes.get(shapes)
+        if graph is None:
+            graph = next((graph for graph in self.graphs if graph.sizes.fit(shapes)), None)
+            for former_shapes in self.by_shapes:
+                self.varying |= {
+                    (number, dim)
+                    for number, (shape, former_shape) in enumerate(zip(shapes, former_shapes, strict=True))
+                    for dim, (size, former) in enumerate(zip(shape, former_shape, strict=True))
+                    if size != former
+                }
+            self.by_shapes[shapes] = graph
+        return graph
+
+    def drop_graphs(self) -> None:
+        """Lets go of the graphs."""
+        self.graphs.clear()
+        self.by_shapes = dict.fromkeys(self.by_shapes)
+
+
+@dataclass
+class Met:
+    """What has taken part in the calls of a step, by one thread."""
+
+    modules: list[nn.Module] = field(default_factory=list)
+    others: list[nn.Module] = field(default_factory=list)  # the step refers to them, and does not call them
+    # parameters of such modules and other tensors that the step trains, or whose gradients it looks at
+    leaves: list[torch.Tensor] = field(default_factory=list)
+    recorders: list[Recorder] = field(default_factory=list)  # of the modules' rows
+    former_count: int = 0  # how many modules there were when a warning of ever new kinds was last due
+
+    def add(self, modules: Iterable[nn.Module], recorders: Iterable[Recorder]) -> None:
+        """Adds modules with all within, and recorders with those of the modules."""
+        members = dict.fromkeys(member for module in modules for member in module.modules())
+        own = (module._recorder for module in members if isinstance(module, PerSampleModule))
+        more = [recorder for recorder in (*recorders, *own) if recorder is not None]
+        self.modules = list(dict.fromkeys([*self.modules, *members]))
+        self.recorders = list(dict.fromkeys([*self.recorders, *more]))
+
+    def refer(self, modules: Iterable[nn.Module]) -> None:
+        """Notes the modules that the step refers to, with all within."""
+        called = set(self.modules)
+        members = dict.fromkeys(member for module in modules for member in module.modules())
+        self.others = [member for member in members if member not in called]
