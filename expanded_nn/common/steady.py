@@ -15,8 +15,6 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
-from operator import is_
 from types import FunctionType
 from typing import Any
 
@@ -26,9 +24,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from expanded_nn._errors import NOT_THE_USERS
 from expanded_nn.common.batch import contents, marked_like
-from expanded_nn.common.bytecode import global_names
+from expanded_nn.common.outside import Outside, is_of_users, put_back
 from expanded_nn.common.shared import is_parameter
 
 # The attributes that the library sets on modules: by `per_sample`, by the general rule, by what layers have seen of
@@ -155,24 +152,13 @@ class StateBefore:
         """Puts all of it back; whether that was possible."""
         self.random.restore()
         for container, before in self.containers:
-            _put_back(container, before)
+            put_back(container, before, kept=OURS)
         changed = [(tensor, before) for tensor, version, before in self.tensors if tensor._version != version]
         with torch.no_grad():
             for tensor, before in changed:
                 if before is not None:
                     tensor.copy_(before)
         return all(before is not None for _, before in changed)
-
-
-def _put_back(container: Any, before: Any) -> None:
-    """Gives a list, set or mapping the contents that it had before."""
-    if isinstance(container, MutableMapping):
-        for key in [key for key in container if key not in before and key not in OURS]:
-            del container[key]
-        container.update(before)
-    else:
-        container.clear()
-        (container.update if isinstance(container, set) else container.extend)(before)
 
 
 class Attributes:
@@ -240,12 +226,12 @@ class Traces(Attributes):
 def without_traces(module: nn.Module, *, hooks: bool = True) -> Iterator[None]:
     """Takes back what a forward leaves in the attributes and buffers of a module, and of those within.
 
-    So it does with what it leaves in the attributes of the user's own objects among these, as a tracker of losses, in
-    the global variables that a forward names, and with the hooks that it registers on parameters. Without `hooks`, the
+    So it does with what it leaves in the attributes of the user's own objects among these, as a tracker of losses, with
+    what its functions keep outside of modules, and with the hooks that it registers on parameters. Without `hooks`, the
     forward hooks of the modules within it are not called.
     """
     members = [*module.modules()]
-    variables = _Globals(members)
+    outside = Outside(members)
     before = [(owner, dict(vars(owner))) for owner in (*members, *_objects_of(members))]
     of_parameters = [(parameter, {*_hooks_of(parameter)}) for parameter in module.parameters()]
     try:
@@ -255,7 +241,7 @@ def without_traces(module: nn.Module, *, hooks: bool = True) -> Iterator[None]:
                 vars(owner).update({key: OrderedDict() for key in _HOOKS})
         yield
     finally:
-        variables.put_back()
+        outside.put_back()
         for owner, attributes in before:
             learned = {key: vars(owner)[key] for key in ("_trials",) if key in vars(owner)}
             for name in vars(owner).keys() - attributes.keys() - learned.keys():
@@ -266,47 +252,10 @@ def without_traces(module: nn.Module, *, hooks: bool = True) -> Iterator[None]:
                 del getattr(parameter, table)[key]
 
 
-class _Globals:
-    """The global variables that the user's forwards of modules name, and what is in lists, sets and dicts of these."""
-
-    def __init__(self, modules: list[nn.Module]) -> None:
-        forwards = {vars(base).get("forward") for kind in {*map(type, modules)} for base in kind.__mro__}
-        self.variables: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self.containers: list[tuple[Any, Any]] = []
-        for forward in forwards:
-            if isinstance(forward, FunctionType) and not forward.__code__.co_filename.startswith(NOT_THE_USERS):
-                namespace = forward.__globals__
-                named = {name: namespace[name] for name in global_names(forward.__code__) if name in namespace}
-                self.variables.append((namespace, named))
-                for value in named.values():
-                    if type(value) in (list, set, deque, dict):
-                        self.containers.append((value, dict(value) if type(value) is dict else list(value)))
-
-    def put_back(self) -> None:
-        """Gives all that has changed the value and the contents that it had."""
-        for namespace, named in self.variables:
-            namespace.update({name: value for name, value in named.items() if namespace.get(name) is not value})
-        for container, before in self.containers:
-            contents_of = (chain.from_iterable(x.items()) if type(x) is dict else x for x in (container, before))
-            parts, parts_before = map(list, contents_of)
-            if len(parts) != len(parts_before) or not all(map(is_, parts, parts_before)):
-                _put_back(container, before)
-
-
 def _objects_of(modules: list[nn.Module]) -> list[Any]:
     """The objects of the user's own classes among the attributes of modules, each once."""
     values = {id(value): value for module in modules for value in vars(module).values()}
-    return [value for value in values.values() if _is_the_users(value)]
-
-
-def _is_the_users(value: Any) -> bool:
-    """Whether it is an object with attributes, of a class that is of no library."""
-    cls = type(value)
-    if not isinstance(getattr(value, "__dict__", None), dict) or isinstance(value, Tensor | nn.Module | MutableMapping):
-        return False
-    file = getattr(sys.modules.get(cls.__module__), "__file__", None) or ""
-    is_pythons = cls.__module__.partition(".")[0] in sys.stdlib_module_names
-    return not is_pythons and not file.startswith(NOT_THE_USERS)
+    return [value for value in values.values() if is_of_users(value)]
 
 
 def _hooks_of(parameter: Tensor) -> Iterator[tuple[str, int]]:

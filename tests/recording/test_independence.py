@@ -8,7 +8,8 @@ from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from types import ModuleType
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -747,3 +748,109 @@ def test_what_a_comparison_leaves_in_objects_and_globals_is_undone() -> None:
         calls = CALLS - calls_before[0], COUNTS["calls"] - calls_before[1], model.tracker.calls
         assert calls == (step + 1,) * 3
         assert [*NAMED] == [name + "'" * (step + 1)]
+
+
+class Losses:
+    """Keeps losses in the class, or in the object."""
+
+    of_class: ClassVar[list[Tensor]] = []
+    calls = 0
+
+    def __init__(self) -> None:
+        self.held: dict[str, list[Tensor]] = {"own": []}
+
+    @classmethod
+    def add_to_class(cls, loss: Tensor) -> None:
+        cls.of_class.append(loss)
+        cls.calls += 1
+
+    def add(self, loss: Tensor) -> None:
+        self.held["own"].append(loss)
+
+
+def add_to_list(loss: Tensor) -> None:
+    LOSSES.append(loss)
+
+
+def add_in_two_steps(loss: Tensor) -> None:
+    add_to_list(loss)
+
+
+def in_a_variable() -> tuple[list[Tensor], Callable[[Tensor], None]]:
+    losses: list[Tensor] = []
+    return losses, lambda loss: losses.append(loss)
+
+
+OF_OBJECT, FILE = Losses(), ModuleType("kept_by_a_test")
+exec("LOSSES = []\ndef add(loss):\n    LOSSES.append(loss)", vars(FILE))
+OF_VARIABLE, add_to_variable = in_a_variable()
+
+
+class KeepsBy(nn.Module):
+    """Keeps a part of its loss by a function; with a parameter of its own or without."""
+
+    scale: Tensor
+
+    def __init__(self, way: str, has_parameter: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.way, self.functions = nn.Linear(4, 5), nn.Linear(5, 3), way, [add_in_two_steps]
+        scale = torch.full((5,), 0.7)
+        if has_parameter:
+            self.scale = nn.Parameter(scale)
+        else:
+            self.register_buffer("scale", scale)
+
+    def keep(self, loss: Tensor) -> None:
+        LOSSES.append(loss)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).tanh() * self.scale
+        loss = h.square().sum(1)
+        if self.way == "function":
+            add_in_two_steps(loss)
+        elif self.way == "method":
+            self.keep(loss)
+        elif self.way == "class":
+            Losses.add_to_class(loss)
+        elif self.way == "object":
+            OF_OBJECT.add(loss)
+        elif self.way == "file":
+            FILE.LOSSES.append(loss)
+        elif self.way == "function_of_a_file":
+            FILE.add(loss)
+        elif self.way == "variable":
+            add_to_variable(loss)
+        else:
+            for function in self.functions:
+                function(loss)
+        return self.second(h)
+
+
+WAYS = {
+    "function": LOSSES,
+    "method": LOSSES,
+    "class": Losses.of_class,
+    "object": OF_OBJECT.held["own"],
+    "file": FILE.LOSSES,
+    "function_of_a_file": FILE.LOSSES,
+    "variable": OF_VARIABLE,
+    "functions_of_the_module": LOSSES,
+}
+
+
+@pytest.mark.parametrize("has_parameter", [False, True], ids=["", "own_parameter"])
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_comparison_leaves_by_functions_is_undone(way: str, has_parameter: bool) -> None:
+    def objective(model: Any, call: Call, first: int = 0) -> Tensor:
+        WAYS[way].clear()
+        return total_loss(model, call, first) + torch.stack([loss.sum() for loss in WAYS[way]]).sum()
+
+    module, x = KeepsBy(way, has_parameter), torch.randn(6, 4)
+    expected = loop(module, Call((x,)), 6, objective=objective)
+    model, calls = enn.convert(module).per_sample(loss_reduction="sum"), Losses.calls
+    for step in range(9):
+        model.zero_grad()
+        objective(model, Call((x,))).backward()
+        assert_close_rows(rows_of(model), expected)
+        assert len(WAYS[way]) == 1
+        assert way != "class" or Losses.calls == calls + step + 1

@@ -1,0 +1,160 @@
+"""What forwards keep outside of their modules, as a list of losses in a global variable, and how it is put back."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from operator import is_
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+from expanded_nn._errors import NOT_THE_USERS
+from expanded_nn.common.bytecode import global_names
+
+MOST = 10_000  # functions, objects, lists and dicts that are looked into
+_NOTHING = object()
+
+
+class Outside:
+    """What the user's functions that a forward may call keep outside of modules, as it is now.
+
+    These are the methods of the modules' classes, and the functions that these name; of classes, objects and files of
+    the user's that they name, the methods and functions as well. What they keep is in global variables, in variables of
+    enclosing functions, in attributes, and in lists, sets and dicts within these.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        # what has a value (a dict, a class, a cell), its name there, and the value
+        self.places: list[tuple[Any, str, Any]] = []
+        self.containers: list[tuple[Any, Any]] = []  # lists, sets and dicts, each with a copy
+        self._seen: set[int] = set()
+        for module in modules:
+            self._look_into_class(type(module))
+            for value in vars(module).values():
+                for function in value if isinstance(value, list | tuple) else (value,):
+                    if isinstance(function, FunctionType | MethodType):
+                        self._look(function)
+
+    def put_back(self) -> None:
+        """Gives all that has changed the value and the contents that it had."""
+        for owner, name, value in self.places:
+            if _value_in(owner, name) is not value:
+                _put(owner, name, value)
+        for container, before in self.containers:
+            if not _is_same(container, before):
+                put_back(container, before)
+
+    def _look(self, value: Any, words: Iterable[str] = ()) -> None:
+        """Looks into a value that a function refers to, which has these words in it."""
+        if id(value) in self._seen or len(self._seen) > MOST:
+            return
+        if isinstance(value, MethodType):
+            self._look(value.__self__)
+            value = value.__func__
+        if isinstance(value, type):
+            self._look_into_class(value)
+            return
+        self._seen.add(id(value))
+        if isinstance(value, FunctionType):
+            if not value.__code__.co_filename.startswith(NOT_THE_USERS):
+                self._look_into_function(value)
+        elif isinstance(value, ModuleType):
+            if _is_file_of_users(value.__name__, value):
+                self._look_into(vars(value), [word for word in words if word in vars(value)], words)
+        elif isinstance(value, list | set | deque | dict):
+            self.containers.append((value, dict(value) if isinstance(value, dict) else list(value)))
+            for item in value.values() if isinstance(value, dict) else list(value):
+                self._look(item, words)
+        elif is_of_users(value):
+            self._look(vars(value), words)
+            self._look_into_class(type(value))
+
+    def _look_into_function(self, function: FunctionType) -> None:
+        codes = [*_codes(function.__code__)]
+        words = {word for code in codes for word in code.co_names}
+        names = dict.fromkeys(name for code in codes for name in global_names(code) if name in function.__globals__)
+        self._look_into(function.__globals__, names, words)
+        for cell in function.__closure__ or ():
+            self._look_into(cell, ["cell_contents"], words)
+
+    def _look_into_class(self, cls: type) -> None:
+        for base in cls.__mro__:
+            if id(base) in self._seen or not _is_class_of_users(base):
+                continue
+            self._seen.add(id(base))
+            for name, member in [*vars(base).items()]:
+                function = getattr(member, "__func__", getattr(member, "fget", member))
+                if isinstance(function, FunctionType):
+                    self._look(function)
+                elif not name.startswith("__") and not hasattr(member, "__get__"):
+                    self._look_into(base, [name], ())
+
+    def _look_into(self, owner: Any, names: Iterable[str], words: Iterable[str]) -> None:
+        for name in names:
+            value = _value_in(owner, name)
+            if value is not _NOTHING:
+                self.places.append((owner, name, value))
+                self._look(value, words)
+
+
+def is_of_users(value: Any) -> bool:
+    """Whether it is an object with attributes, of a class that is of no library."""
+    has_attributes = isinstance(getattr(value, "__dict__", None), dict)
+    return has_attributes and not isinstance(value, _WHOLE) and _is_class_of_users(type(value))
+
+
+_WHOLE = Tensor | nn.Module | MutableMapping | type  # type: ignore[type-arg]
+
+
+def put_back(container: Any, before: Any, kept: Iterable[Any] = ()) -> None:
+    """Gives a list, set or mapping the contents that it had before; a mapping keeps what it has under some keys."""
+    if isinstance(container, MutableMapping):
+        for key in [key for key in container if key not in before and key not in kept]:
+            del container[key]
+        container.update(before)
+    else:
+        container.clear()
+        (container.update if isinstance(container, set) else container.extend)(before)
+
+
+def _is_same(container: Any, before: Any) -> bool:
+    if len(container) != len(before):
+        return False
+    if isinstance(container, Mapping):
+        return all(map(is_, container, before)) and all(map(is_, container.values(), before.values()))
+    return all(map(is_, container, before))
+
+
+def _is_class_of_users(cls: type) -> bool:
+    return _is_file_of_users(cls.__module__, sys.modules.get(cls.__module__))
+
+
+def _is_file_of_users(name: str, module: ModuleType | None) -> bool:
+    is_pythons = name.partition(".")[0] in sys.stdlib_module_names - {"__main__"}
+    return not is_pythons and not (getattr(module, "__file__", None) or "").startswith(NOT_THE_USERS)
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def _value_in(owner: Any, name: str) -> Any:
+    if isinstance(owner, dict):
+        return owner.get(name, _NOTHING)
+    try:
+        return owner.cell_contents if isinstance(owner, CellType) else vars(owner).get(name, _NOTHING)
+    except ValueError:  # the variable has no value yet
+        return _NOTHING
+
+
+def _put(owner: Any, name: str, value: Any) -> None:
+    if isinstance(owner, dict):
+        owner[name] = value
+    else:
+        setattr(owner, name, value)
