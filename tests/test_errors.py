@@ -1007,6 +1007,14 @@ def a_result_of_one_step_that_is_not_compared() -> None:
     torch.func.functional_call(model, {"scale": torch.ones(3, 4)}, (torch.randn(5, 3, 4),))
 
 
+@refused(
+    r"^Own: for one sample its forward returns a tensor of shape \(3, 4\); .*Give a tensor in place of a list with an e"
+)
+def numbers_of_the_samples_in_a_list() -> None:
+    model = enn.convert(Own(lambda self, x, n: x * self.scale * torch.tensor(n).unsqueeze(1))).per_sample()
+    model(torch.randn(3, 4), [1.0, 2.0, 3.0])
+
+
 @refused(r"^layer \(Own\): its forward returns a tensor of shape \(6, 1\) for arguments that all samples share.*unsqu")
 def a_column_in_a_time_first_model() -> None:
     feed(Own(lambda self, x: x * self.scale.sum()), lambda layer, x: layer(torch.ones(6, 1)), batch_first=False)

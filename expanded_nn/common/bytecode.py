@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dis import Instruction, get_instructions
 from functools import lru_cache
 from itertools import pairwise
@@ -10,6 +11,14 @@ from typing import Any
 
 _NO_COMPUTED_KEY = {"LOAD_CONST", "LOAD_SMALL_INT", "BUILD_SLICE", "BUILD_TUPLE"}  # before the index is applied
 _SPREAD = {"DICT_MERGE", "DICT_UPDATE", "CALL_FUNCTION_EX"}
+
+
+def codes_in(code: CodeType) -> Iterator[CodeType]:
+    """A function's code, and that of the functions within it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from codes_in(constant)
 
 
 @lru_cache(maxsize=2**12)  # per-sample mode may be switched often

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from operator import is_
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
 from expanded_nn._errors import NOT_THE_USERS
-from expanded_nn.common.bytecode import global_names
+from expanded_nn.common.bytecode import codes_in, global_names
 
 MOST = 10_000  # functions, objects, lists and dicts that are looked into
 _NOTHING = object()
@@ -73,7 +73,7 @@ class Outside:
             self._look_into_class(type(value))
 
     def _look_into_function(self, function: FunctionType) -> None:
-        codes = [*_codes(function.__code__)]
+        codes = [*codes_in(function.__code__)]
         words = {word for code in codes for word in code.co_names}
         names = dict.fromkeys(name for code in codes for name in global_names(code) if name in function.__globals__)
         self._look_into(function.__globals__, names, words)
@@ -135,13 +135,6 @@ def _is_class_of_users(cls: type) -> bool:
 def _is_file_of_users(name: str, module: ModuleType | None) -> bool:
     is_pythons = name.partition(".")[0] in sys.stdlib_module_names - {"__main__"}
     return not is_pythons and not (getattr(module, "__file__", None) or "").startswith(NOT_THE_USERS)
-
-
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _codes(constant)
 
 
 def _value_in(owner: Any, name: str) -> Any:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from expanded_nn._errors import LIBRARIES, NOT_THE_USERS
 from expanded_nn.common.bytecode import (
+    codes_in,
     computes_keys,
     constant_keys,
     global_names,
@@ -127,7 +128,7 @@ class Referred:
         Those that nothing names are what only a library's code calls, or Python itself, or what is found by a computed
         name. That others may take their places is seen where they are kept.
         """
-        known = {id(code) for read in self.functions.values() for code in _codes(read)}
+        known = {id(code) for read in self.functions.values() for code in codes_in(read)}
         functions = self.unnamed.add(
             code for code, module in codes if _is_users_code(code, module) and id(code) not in known
         )
@@ -186,7 +187,7 @@ class Referred:
             return
         self.functions[function] = function.__code__
         self.names = self.names.joined(_names_in(function.__code__))
-        cells, codes = function.__closure__ or (), _codes(function.__code__)
+        cells, codes = function.__closure__ or (), codes_in(function.__code__)
         names = list(dict.fromkeys(name for code in codes for name in global_names(code)))
         names += constants(function.__globals__) if not _TAKE_ANY_GLOBAL.isdisjoint(names) else []
         imported = _imported_by(function)
@@ -378,18 +379,10 @@ def _is_the_users(module: ModuleType) -> bool:
     return not is_built_in and (not is_installed or _package_of(module.__name__) in _OF_STEPS)
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    """A function's code, and that of the functions within it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _codes(constant)
-
-
 def _imported_by(function: FunctionType) -> list[str]:
     """The modules that a function imports itself, by their full names."""
     package = function.__globals__.get("__package__") or ""
-    names = [name for code in _codes(function.__code__) for name in imported_names(code)]
+    names = [name for code in codes_in(function.__code__) for name in imported_names(code)]
     words = _names_in(function.__code__).words
     names += [] if words.isdisjoint(_TAKE_ANY_MODULE) else [word for word in words if word in sys.modules]
     return [resolve_name(name, package) for name in names if package or not name.startswith(".")]
@@ -397,7 +390,7 @@ def _imported_by(function: FunctionType) -> list[str]:
 
 @cache
 def _names_in(code: CodeType) -> Names:
-    codes = [*_codes(code)]
+    codes = [*codes_in(code)]
     matched = [*map(matched_attributes, codes)]
     words = {word for inner in codes for word in (*inner.co_names, *inner.co_consts) if isinstance(word, str)}
     words = words.union(*(names for names, _ in matched))
@@ -415,7 +408,7 @@ def _names_of_getter(getter: Any) -> Names:
 @cache
 def _keys_in(code: CodeType) -> frozenset[Any]:
     """The keys of items that code finds; by `get` it may be any string in it."""
-    keys = frozenset(key for inner in _codes(code) for key in constant_keys(inner) if isinstance(key, Hashable))
+    keys = frozenset(key for inner in codes_in(code) for key in constant_keys(inner) if isinstance(key, Hashable))
     words = _names_in(code).words
     return keys | words if "get" in words else keys
 

@@ -344,10 +344,12 @@ class Mapper:
         usual = self.module._dim_of(output) if output.dim() else 0
         may_be_features = usual == 1 and output.dim() == 2 and 0 in ones  # (1, features), if not (T, 1)
         if not ones or (self.guests and (may_be_features or usual not in ones)):
+            of_all = self.call.batch in output.shape
             raise self.module._refusal(
                 f"for one sample its forward returns a tensor of shape {tuple(output.shape)}",
                 f"size 1 in dimension {usual}, where the samples stand",
-                "Return tensors with a batch dimension, and reduce over the samples outside of the module. "
+                ("Give a tensor in place of a list with an entry for each sample. " if of_all else "")
+                + "Return tensors with a batch dimension, and reduce over the samples outside of the module. "
                 f"{OF_PARAMETERS}",
             )
         self._refuse_unclear(output, usual)
