@@ -221,7 +221,12 @@ class Graphs:
             return self._run_eagerly(call, key)
         seen, self.last = self.step_values.looks[-1].seen, None
         seen.note_fact(of_surroundings)
-        kind = *key, of_models(met.modules, met.others, met.leaves, met.recorders, self.step_values.referred, seen)
+        of_values = met.modules, met.others, met.leaves, met.recorders, self.step_values.referred
+        try:
+            kind = *key, of_models(*of_values, seen)
+        except OnlyEager as reason:
+            self._warn(str(reason))
+            return self.step(*args, **kwargs)
         seen.close()
         family = self.families.get(kind)
         if family is None:
@@ -268,6 +273,8 @@ class Graphs:
             self._add_called()
             if difference is not None:
                 self._give_up(family, difference)
+            elif otherwise is None:  # it changes no list or dict any more
+                self.step_values.changing.clear()
         if otherwise is not None:
             self._note_otherwise(family, otherwise)
         return result

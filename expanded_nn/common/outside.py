@@ -134,7 +134,8 @@ def _is_class_of_users(cls: type) -> bool:
 
 def _is_file_of_users(name: str, module: ModuleType | None) -> bool:
     is_pythons = name.partition(".")[0] in sys.stdlib_module_names - {"__main__"}
-    return not is_pythons and not (getattr(module, "__file__", None) or "").startswith(NOT_THE_USERS)
+    file = None if module is None else vars(module).get("__file__")
+    return not is_pythons and not (file or "").startswith(NOT_THE_USERS)
 
 
 def _value_in(owner: Any, name: str) -> Any:

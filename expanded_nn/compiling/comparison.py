@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, cast
 
 import torch
@@ -15,7 +16,7 @@ from expanded_nn.compiling.names import PLAIN, Referred
 from expanded_nn.compiling.outcome import Outcome, RecorderRows
 from expanded_nn.compiling.packing import containers, has_items, items_of
 from expanded_nn.compiling.replay import Graph
-from expanded_nn.compiling.state import LISTS, WAITING, State, items_in
+from expanded_nn.compiling.state import LISTS, WAITING, State, bytes_of, has_numbers, items_in
 from expanded_nn.factored import FactoredTensor
 from expanded_nn.modules.held import snapshot
 
@@ -157,7 +158,7 @@ class _Before:
                 old = items_before.get(place, _NOTHING)
                 name = f"item {place}" if isinstance(container, LISTS) else str(place)
                 if old is _NOTHING:  # a new tensor may be a cache's
-                    if type(value) in PLAIN:
+                    if not isinstance(value, Tensor):
                         comparison.differ(f"{kind} to which the step adds something", _COUNTED)
                 else:
                     _add_change(comparison, name, old, value)
@@ -179,12 +180,30 @@ def _add_change(comparison: Comparison, name: str, old: Any, new: Any, depth: in
     elif isinstance(new, Tensor) and isinstance(old, Tensor):
         comparison.add("state", f"value of {name}", old, new)
     elif type(new) is type(old):
+        if _are_others(old, new):
+            comparison.differ(f"value of {name}", _COUNTED)
+            return
         items_before, items = _items_held(old), _items_held(new)
         if items.keys() != items_before.keys():
             comparison.differ(f"value of {name}", _COUNTED)
             return
         for key, item in items.items():
             _add_change(comparison, name, items_before[key], item, depth + 1)
+    elif not isinstance(new, Tensor):  # one may be a cache's
+        comparison.differ(f"value of {name}", _COUNTED)
+
+
+def _are_others(old: Any, new: Any) -> bool:
+    """Whether two values of one type are others, whatever they hold: functions, modules, arrays, dates."""
+    if isinstance(new, FunctionType):
+        return old.__code__ is not new.__code__
+    if isinstance(new, MethodType | nn.Module | type | ModuleType):
+        return bool(old != new)
+    if has_numbers(new):
+        return bytes_of(old) != bytes_of(new)
+    compares: Any = type(new).__eq__
+    is_value = not has_items(new) and not hasattr(new, "__dict__") and compares is not object.__eq__
+    return is_value and not isinstance(new, set | frozenset) and bool(old != new)
 
 
 def _items_held(value: Any) -> dict[Any, Any]:

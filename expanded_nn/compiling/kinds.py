@@ -34,7 +34,8 @@ _MEMBERS = "_parameters", "_buffers", "_modules"
 _DICTS = *_MEMBERS, *HOOKS
 _SEQUENCES = list, tuple  # `list | tuple` would be made anew at each call
 _TRAITS = attrgetter("dtype", "device", "ndim")
-_HOOKS_OF_PARAMETER = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+HOOKS_OF_TENSOR = "_backward_hooks", "_post_accumulate_grad_hooks"
+_HOOKS_OF_PARAMETER = attrgetter(*HOOKS_OF_TENSOR)
 _FORWARD = attrgetter("forward", "forward")  # twice, for a tuple
 _GRAD_AND_HOOKS = attrgetter("grad", "_backward_hooks", "_post_accumulate_grad_hooks")
 _OF_RECORDER = attrgetter("settings", "store.suspended")
@@ -207,7 +208,11 @@ def of_models(
                 add((name, type(value), value))
             else:  # a configuration that many modules have
                 look = id(value), type(module)
-                add((name, id(value)) if look in looked_into else (name, Look([value], names_of[look[1]], seen).key))
+                add(
+                    (name, id(value))
+                    if look in looked_into
+                    else (name, Look([value], names_of[look[1]], seen).checked())
+                )
                 looked_into.add(look)
         for name in HOOKS:
             if attributes[name]:
@@ -246,7 +251,7 @@ def _of_parameter(parameter: Tensor, seen: Seen) -> Hashable:
     if own:
         seen.note_places(itemgetter(*own, *own), vars(parameter))
     of_own = [
-        (name, of_tensor(value, seen) if isinstance(value, Tensor) else Look([value], Names(), seen).key)
+        (name, of_tensor(value, seen) if isinstance(value, Tensor) else Look([value], Names(), seen).checked())
         for name, value in own.items()
     ]
     return of_tensor(parameter, seen), tuple(hooks), tuple(of_own)

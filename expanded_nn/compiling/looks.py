@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from functools import cache, partial
 from io import IOBase
 from operator import attrgetter, itemgetter
-from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
+from types import BuiltinFunctionType, BuiltinMethodType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, cast
 from weakref import ReferenceType
 
@@ -41,9 +41,11 @@ from expanded_nn.recording.recorder import Recorder, recorder_of
 
 MOST_ITEMS = 10_000  # of a list or a dict; what is within the items of a longer one does not count
 MOST_NUMBERS = 100_000  # of an array; a step with a larger one runs eagerly
-MOST_PARTS = 10_000  # that are looked into; others count by their identity
+MOST_PARTS = 10_000  # lists, dicts and objects; a step with more runs eagerly
+MOST_DEPTH = 100  # of objects within objects; what is deeper counts by its identity
 _NUMBERS = {bool, int, float, complex}
 _SHARED_NUMBERS = "multiprocessing.sharedctypes"  # whose properties are made by `exec`
+_OF_PYDANTIC = "__pydantic_private__", "__pydantic_extra__"  # where its objects have some of their attributes
 _BOUND = BuiltinFunctionType, MethodType
 _WHOLE = Tensor | nn.Module  # what counts by its identity, whatever it holds
 
@@ -79,7 +81,7 @@ class Look:
         items: What counts in each list, dict and object, by the id of that and the key or name there. Items that are
             themselves lists, dicts or objects count by their identity.
         numbers: The id of each list, dict and object that was looked into -> how many came before it.
-        iterator: The class of an iterator that is referred to: it would give something else at each call.
+        unseen: Why there is no key that says whether all is the same, as the end of a sentence; `None` if there is.
         code: The functions that are referred to, and the user's classes whose objects were looked into.
         members: The modules and parameters that are referred to.
         with_state: The generators of random numbers, and the schedulers of learning rates, that are referred to.
@@ -97,19 +99,25 @@ class Look:
     ) -> None:
         self.items: dict[tuple[int, Any], tuple[Any, Hashable]] = {}
         self.numbers: dict[int, int] = {}
-        self.iterator: str | None = None
+        self.unseen: str | None = None
         self.code: dict[FunctionType | type, None] = {}
         self.members: list[nn.Module | nn.Parameter] = []
         self.with_state: list[Any] = []
-        self._names, self._changing, self.seen = names, changing, seen
+        self._names, self._changing, self.seen, self._depth = names, changing, seen, 0
         of_owners = tuple(self._of_object(owner) for owner in owners)
         of_classes = tuple((cls, self._of_places(cls, vars(cls), itemgetter, own)) for cls, own in members)
         self.key: Hashable = (*map(self._key, values), *of_owners, of_classes)
 
+    def checked(self) -> Hashable:
+        """The key; raises `OnlyEager` if that does not say whether all is the same."""
+        if self.unseen is not None:
+            raise OnlyEager(self.unseen)
+        return self.key
+
     def _key(self, value: Any) -> Hashable:
         cls: Any = type(value)
         if cls in PLAIN or is_number(value):
-            return cls, value
+            return (cls, value) if value != 0 else (cls, repr(value))  # of which there are two
         if isinstance(value, FunctionType):
             self.code[value] = None
             return by_identity(value), self._of_attributes(value)
@@ -121,10 +129,18 @@ class Look:
         elif isinstance(value, Tensor) and not isinstance(value, FactoredTensor):  # whose shape is its own for good
             of_attributes = self._of_attributes(value) if type(value) is Tensor else ()
             return by_identity(value), of_attributes, of_tensor(value, self.seen)
-        if isinstance(value, _WHOLE) or len(self.numbers) >= MOST_PARTS:
+        if isinstance(value, _WHOLE) or self._depth >= MOST_DEPTH:
+            return by_identity(value)
+        if len(self.numbers) >= MOST_PARTS:
+            self.unseen = (
+                f"it refers to more than {MOST_PARTS} lists, dicts and objects, in which a change would not be seen "
+                "(give the step what it takes from them)"
+            )
             return by_identity(value)
         if isinstance(value, MethodType):
             return cls, self._key(value.__self__), self._key(value.__func__)
+        if isinstance(value, BuiltinMethodType) and isinstance(value.__self__, list | dict | set | deque):
+            return cls, value.__name__, self._key(value.__self__)
         if isinstance(value, ReferenceType):
             return cls, self._key(value())
         if isinstance(value, ContextVar):
@@ -136,6 +152,14 @@ class Look:
         if id(value) in self.numbers:
             return cls, self.numbers[id(value)]
         self.numbers[id(value)] = len(self.numbers)
+        self._depth += 1
+        key = self._of_contents(value)
+        self._depth -= 1
+        return key
+
+    def _of_contents(self, value: Any) -> Hashable:
+        """The key of an object, with what counts in it."""
+        cls: Any = type(value)
         of_object = self._of_object(value) if hasattr(value, "__dict__") or slots_of(cls) else ()
         if isinstance(value, partial):
             of_keywords = self._of_places(value.keywords, value.keywords, itemgetter, list(value.keywords))
@@ -150,7 +174,10 @@ class Look:
         if has_numbers(value):
             return self._of_array(value)
         if isinstance(value, Iterator) and not isinstance(value, IOBase):
-            self.iterator = cls.__name__
+            self.unseen = (
+                f"it refers to an iterator, a {cls.__name__}, which gives something else at each call (take the next "
+                "item before the step, and give it to the step)"
+            )
         if isinstance(value, LRScheduler):
             self.with_state.append(value)
         return cls, by_identity(value), of_object
@@ -202,11 +229,11 @@ class Look:
         elif isinstance(value, Optimizer):
             of_parameters = [state for state in value.state.values() if isinstance(state, dict)]
             looks_into = any(not names.words.isdisjoint(state) for state in of_parameters)  # or it has another `state`
-            names = Names(names.words & {"param_groups", "defaults", *(["state"] if looks_into else [])})
+            names = Names(names.words if looks_into else names.words - {"state"})
         elif isinstance(value, Distribution | Transform):
             names = names.joined(Names(frozenset(_parameters_of(value))))
-        elif (_finds_attributes(cls) or cls.__module__ == _SHARED_NUMBERS) and not is_the_users(cls):
-            names = names.joined(names_in_class(cls))
+        elif _finds_attributes(cls):
+            names = names.joined(_names_in_library(cls))
         classes = (*value.__mro__, *cls.__mro__) if isinstance(value, type) else cls.__mro__
         self.code.update(dict.fromkeys(list(filter(is_the_users, classes[:-1]))[:1]))
         keys: list[Hashable] = []
@@ -217,7 +244,7 @@ class Look:
             any_names = {*of_any_name} if names.any_attribute else ()
             counted = [name for name in attributes if name in any_names or name in names.words or name == "__wrapped__"]
             keys.append(self._of_places(value, attributes, itemgetter, counted))
-        slots = [name for name in slots_of(cls) if name in names.words]
+        slots = [name for name in slots_of(cls) if name in names.words or name in _OF_PYDANTIC]
         if slots:
             self.seen.note_fact(partial(_are_filled, value, slots))
         filled = [name for name in slots if hasattr(value, name)]
@@ -257,10 +284,11 @@ class Look:
     def _of_array(self, value: Any) -> Hashable:
         size = value.size if hasattr(value, "size") else len(value) if hasattr(value, "__len__") else 1
         if size > MOST_NUMBERS:
-            raise OnlyEager(
+            self.unseen = (
                 f"it refers to an array of {size} numbers, in which a change would not be seen (make it a tensor, or "
                 "give the step what it takes from it)"
             )
+            return by_identity(value)
         numbers = bytes_of(value)
         self.seen.note_fact(partial(bytes_of, value))
         self.items[id(value), None] = value, numbers
@@ -272,8 +300,9 @@ class StepValues:
 
     Attributes:
         referred: The step's functions, and what they refer to.
-        changing: What the step itself changes and so does not count, such as a list of losses: the list or dict, by its
-            id and the key there.
+        changing: What the step itself changes at each call and so does not count, such as a list of losses: the list or
+            dict, by its id and the key there.
+        changed_last: What it has changed in the last eager call.
         looks: The last look, and the one before it in front of it.
         scheduled: The class of a scheduler of learning rates, if the step calls its `step()`.
         modules: The modules that the step refers to.
@@ -283,6 +312,7 @@ class StepValues:
     def __init__(self, step: Any) -> None:
         self.referred = Referred(step)
         self.changing: dict[tuple[int, Any], Any] = {}
+        self.changed_last: dict[tuple[int, Any], Any] = {}
         self.looks: tuple[Look, ...] = ()
         self.scheduled: str | None = None
         self.modules: list[nn.Module] = []
@@ -329,16 +359,11 @@ class StepValues:
         """A key for them at this moment.
 
         Raises:
-            OnlyEager: If the step refers to an iterator.
+            OnlyEager: If there is none, as the step refers to an iterator, say.
         """
         look = self.look(objects)
         self.looks = (*self.looks[-1:], look)
-        if look.iterator is not None:
-            raise OnlyEager(
-                f"it refers to an iterator, a {look.iterator}, which gives something else at each call (take the next "
-                "item before the step, and give it to the step)"
-            )
-        return look.key
+        return look.checked()
 
     def changed(self) -> str:
         """The first thing that differs from the call before, as a part of a warning; empty if nothing does."""
@@ -374,7 +399,7 @@ class StepValues:
 
     @contextmanager
     def noting_changes(self, objects: Sequence[Any]) -> Iterator[None]:
-        """Notes what the step itself changes in lists and dicts meanwhile, which does not count from now on.
+        """Notes what the step itself changes in lists and dicts meanwhile, which does not count if it always does so.
 
         Two kinds of changes go on to count, as a graph would not make them again: that of a number which the step reads
         from a dict, and that of a list of numbers.
@@ -387,6 +412,7 @@ class StepValues:
         self.modules = [member for member in after.members if isinstance(member, nn.Module)]
         self.parameters = [member for member in after.members if isinstance(member, nn.Parameter)]
         self.scheduled = next((type(taken).__name__ for taken, epoch in steps_taken if taken.last_epoch != epoch), None)
+        changed_before, self.changed_last = self.changed_last, {}
         for place in before.items.keys() | after.items.keys():
             value, _ = before.items.get(place) or after.items[place]
             is_changed = place[0] in before.numbers and before.items.get(place) != after.items.get(place)
@@ -396,7 +422,8 @@ class StepValues:
             if not is_changed or not isinstance(value, list | dict | set | deque):
                 continue
             if isinstance(value, dict) or place[1] is not None or _NUMBERS.isdisjoint(map(type, value)):
-                self.changing[place] = value
+                self.changed_last[place] = value
+        self.changing |= {place: value for place, value in self.changed_last.items() if place in changed_before}
 
 
 def _without_values(before: Sequence[Variable], after: Sequence[Variable]) -> str | None:
@@ -446,7 +473,16 @@ def is_number(value: Any) -> bool:
 @cache
 def _finds_attributes(cls: type) -> bool:
     """Whether a class has methods that find attributes or items, which it may keep under other names."""
-    return any(hasattr(cls, name) for name in ("__getattr__", "__getitem__"))
+    return cls.__module__ == _SHARED_NUMBERS or any(hasattr(cls, name) for name in ("__getattr__", "__getitem__"))
+
+
+@cache
+def _names_in_library(cls: type) -> Names:
+    """What the methods that a class has from libraries refer to."""
+    names = Names()
+    for base in cls.__mro__:
+        names = names if is_the_users(base) else names.joined(names_in_class(base))
+    return names
 
 
 def _ids_of_results(function: Any) -> list[int]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from functools import cache, partial
 from importlib.util import resolve_name
 from operator import attrgetter, itemgetter, methodcaller, setitem
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinMethodType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +29,12 @@ from expanded_nn.compiling.called import Unnamed
 from expanded_nn.compiling.seen import Seen
 
 PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), range, torch.dtype, torch.device})
-_MADE_BY_LIBRARIES = "<frozen ", "<attrs ", "<__array_function__ "  # not "<stdin>", nor a cell of IPython
+_MADE_BY_LIBRARIES = (
+    "<frozen ",
+    "<attrs ",
+    "<__array_function__ ",
+    "<eval_with_key>",
+)  # not "<stdin>", nor a cell of IPython
 _NOT_THE_USERS = *NOT_THE_USERS, *_MADE_BY_LIBRARIES
 
 _OF_ANY_MODULE = {*vars(nn.Module()), *OWN_STATE}
@@ -46,6 +51,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 # special methods that a step does not call, or that tell it nothing
 _NOT_CALLED = {"__init__", "__new__", "__del__", "__repr__", "__setattr__", "__delattr__", "__init_subclass__"}
 _TAKE_ANY_ATTRIBUTE = {"getattr", "vars", "__dict__", "attrgetter", "asdict", "astuple", "fields", "eval", "exec"}
+_TAKE_ANY_ATTRIBUTE |= {"model_dump", "model_dump_json", "model_copy", "to_dict", "_get_kwargs", "deepcopy"}
 _TAKE_ANY_ITEM = {"get", "pop", "values", "items", "keys", "copy", "update", "itemgetter", "getitem", "__getitem__"}
 _TAKE_ANY_GLOBAL = {"globals", "eval", "exec"}
 _TAKE_ANY_MODULE = {"import_module", "__import__", "modules"}
@@ -130,9 +136,12 @@ class Referred:
         """
         known = {id(code) for read in self.functions.values() for code in codes_in(read)}
         functions = self.unnamed.add(
-            code for code, module in codes if _is_users_code(code, module) and id(code) not in known
+            code
+            for code, module in codes
+            if id(code) not in known and (_is_users_code(code, module) or _is_of_record(code, module))
         )
         for function in functions:
+            self._read(function)
             self._follow(function)
         self._read_all()
 
@@ -199,6 +208,8 @@ class Referred:
 
     def _follow(self, value: Any) -> None:
         """Reads a value that is a user's function; of another, notes where it may have functions."""
+        if isinstance(value, BuiltinMethodType) and isinstance(value.__self__, dict):
+            self.names = self.names.joined(Names(any_item=True))
         if isinstance(value, _GETTERS):
             self.names = self.names.joined(_names_of_getter(value))
         if any(value is own for own in _ENVIRONMENT):
@@ -334,6 +345,13 @@ def _is_users_code(code: CodeType, module: str | None) -> bool:
     return not code.co_filename.startswith(_NOT_THE_USERS) or _package_of(module) in _OF_STEPS
 
 
+def _is_of_record(code: CodeType, module: str) -> bool:
+    """Whether it is a method that a dataclass of the user's has got, which reads the fields, as `__eq__` does."""
+    is_made = code.co_filename == "<string>" and "__create_fn__" in getattr(code, "co_qualname", code.co_name)
+    is_reading = code.co_name not in ("__init__", "__setattr__", "__delattr__")
+    return is_made and is_reading and module in sys.modules and _is_the_users(sys.modules[module])
+
+
 def _package_of(name: str | None) -> str:
     return (name or "").partition(".")[0]
 
@@ -375,7 +393,7 @@ def is_the_users(value: ModuleType | type) -> bool:
 @cache
 def _is_the_users(module: ModuleType) -> bool:
     is_built_in = module.__name__ in sys.builtin_module_names
-    is_installed = (getattr(module, "__file__", None) or "").startswith(_NOT_THE_USERS)
+    is_installed = (vars(module).get("__file__") or "").startswith(_NOT_THE_USERS)
     return not is_built_in and (not is_installed or _package_of(module.__name__) in _OF_STEPS)
 
 

@@ -67,8 +67,8 @@ def packed(value: Any, parts: list[Any], counts: Mapping[int, Tensor] = _NO_COUN
     is_ours = type(value).__module__.partition(".")[0] == __name__.partition(".")[0]
     if not is_ours and not isinstance(value, nn.Module) and _holds_tensors(value):
         raise OnlyEager(
-            f"it returns a {type(value).__name__}, or sets it on a module, that holds tensors (take these, in tuples, "
-            "lists, dicts or dataclasses)"
+            f"it returns a {type(value).__name__}, or sets it on a module, that holds tensors or sizes (take these, in "
+            "tuples, lists, dicts or dataclasses)"
         )
     return lambda new_parts: value
 
@@ -97,7 +97,7 @@ def _holds_tensors(value: Any) -> bool:
     seen, left = {id(value)}, [value]
     while left and len(seen) < MOST:
         part = left.pop()
-        if isinstance(part, FakeTensor | FactoredTensor):
+        if isinstance(part, FakeTensor | FactoredTensor | torch.SymInt | torch.SymFloat | torch.SymBool):
             return True
         if isinstance(part, Tensor | nn.Module | type | ModuleType | FrameType | CodeType):
             continue

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 from array import array
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 from contextvars import ContextVar
 from copy import copy
 from functools import cache, partial
 from operator import is_
-from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import BuiltinMethodType, FunctionType, MappingProxyType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, cast
+from weakref import ReferenceType
 
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -26,6 +28,7 @@ from expanded_nn.factored import FactoredTensor
 MOST = 100_000  # lists, dicts and objects that are looked into
 LISTS = (list, deque)
 FILLED_ANEW = (*LISTS, set)
+_DICTS = OrderedDict, dict
 _OPAQUE = str, int, float, FakeTensor, FactoredTensor
 _NOTHING = object()
 _ARRAYS: Any = bytearray | array
@@ -51,9 +54,9 @@ class State:
         self.kept: list[tuple[Any, Any]] = []
         self.of_owners: set[int] = set()
         seen: set[int] = set()
-        left = list(roots)
+        left = deque(roots)
         while left and len(seen) < MOST:
-            value = left.pop()
+            value = left.popleft()  # those that are near come first
             if id(value) in seen or isinstance(value, _OPAQUE):
                 continue
             seen.add(id(value))
@@ -70,10 +73,12 @@ class State:
                 self.kept.append((value, dict(value)))
                 own = {*OWN_STATE, "__builtins__"} if id(value) in self.of_owners else ()
                 left += [item for name, item in value.items() if name not in own]
+                left += [self._attributes_of(value)] if hasattr(value, "__dict__") else ()
             elif isinstance(value, list | tuple | deque | set | frozenset):
                 if isinstance(value, FILLED_ANEW):
                     self.kept.append((value, list(value)))
                 left += value if len(value) <= MOST_IN_LIST else ()
+                left += [self._attributes_of(value)] if hasattr(value, "__dict__") else ()
             elif isinstance(value, FunctionType):
                 left.append(self._attributes_of(value))
             elif isinstance(value, CACHED):
@@ -84,8 +89,12 @@ class State:
                 left += dict(variable.items()).values()
             elif isinstance(value, partial):
                 left += [value.func, value.args, value.keywords]
-            elif isinstance(value, MethodType):
+            elif isinstance(value, MethodType | BuiltinMethodType):
                 left.append(value.__self__)
+            elif isinstance(value, ReferenceType):
+                left.append(value())
+            elif isinstance(value, MappingProxyType):
+                left += gc.get_referents(value)
             elif has_numbers(value):
                 if getattr(value, "nbytes", 0) <= 8 * MOST:
                     numbers = _Numbers(value)
@@ -125,15 +134,17 @@ class State:
         for container, before in self.kept:
             if isinstance(container, FILLED_ANEW):
                 if len(container) != len(before) or not all(map(is_, container, before)):
-                    container.clear()
-                    container.extend(before) if isinstance(container, LISTS) else container.update(before)
+                    base: Any = next(base for base in FILLED_ANEW if isinstance(container, base))
+                    base.clear(container)  # a class of the user's may have another
+                    getattr(base, "update" if base is set else "extend")(container, before)
                 continue
             now = dict(container.items())
+            base = next((base for base in _DICTS if isinstance(container, base)), type(container))
             if len(now) != len(before) or not all(map(is_, now, before)):  # other keys, or in another order
-                container.clear()
-                container.update(before)
+                base.clear(container)
+                base.update(container, before)
             elif changed := {key: value for key, value in before.items() if now[key] is not value}:
-                container.update(changed)
+                base.update(container, changed)
 
 
 def items_in(container: Any) -> dict[Any, Any]:
@@ -181,7 +192,8 @@ class _Numbers:
     """The numbers of an array or of C, as a dict of one item that can be put back."""
 
     def __init__(self, owner: Any) -> None:
-        self.owner, self.numbers, self.before = owner, bytes_of(owner), copy(owner)
+        self.owner, self.numbers = owner, bytes_of(owner)
+        self.before = None if isinstance(owner, NUMBERS_OF_C) else copy(owner)
 
     def items(self) -> Iterable[tuple[str, Any]]:
         numbers, is_of_c = bytes_of(self.owner), isinstance(self.owner, NUMBERS_OF_C)

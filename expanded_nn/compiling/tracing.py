@@ -31,7 +31,7 @@ from expanded_nn.common.modes import set_grad_enabled
 from expanded_nn.common.steady import RandomStates
 from expanded_nn.common.traced import FirstEager, LookFirst, OnlyEager, assumptions, note_gradient
 from expanded_nn.compiling.caches import clear_caches
-from expanded_nn.compiling.kinds import Call
+from expanded_nn.compiling.kinds import HOOKS_OF_TENSOR, Call
 from expanded_nn.compiling.outcome import Outcome, Saved
 from expanded_nn.compiling.packing import containers, items_of, packed
 from expanded_nn.compiling.watched import (
@@ -382,11 +382,19 @@ def _trained(constants: Sequence[Tensor], leaves: Sequence[Tensor], changed: Col
 
 @contextmanager
 def _restored(saved: Saved, leaves: Sequence[Tensor]) -> Iterator[None]:
-    """Puts dictionaries of attributes, each given with a copy of it, back as they were, and which leaves are frozen."""
+    """Puts dictionaries of attributes, each given with a copy of it, back as they were.
+
+    So it does with the hooks of leaves, and with which are frozen.
+    """
     trainable = [leaf.requires_grad for leaf in leaves]
+    registries = [(leaf, name, dict(getattr(leaf, name) or {})) for leaf in leaves for name in HOOKS_OF_TENSOR]
     try:
         yield
     finally:
+        for leaf, name, hooks in registries:
+            registry = getattr(leaf, name) or {}
+            for key in registry.keys() - hooks.keys():
+                del registry[key]
         for leaf, was_trainable in zip(leaves, trainable, strict=True):
             if leaf.requires_grad != was_trainable:
                 leaf.requires_grad_(was_trainable)
