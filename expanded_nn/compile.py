@@ -13,10 +13,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.optim.lr_scheduler import LRScheduler
 
 from expanded_nn._errors import PerSampleError, complaint, shown, warn
 from expanded_nn.common.modes import running_backward
+from expanded_nn.common.steady import is_generator
 from expanded_nn.common.traced import FirstEager, LookFirst, OnlyEager, is_traced, recorders_met
 from expanded_nn.compiling.backends import Backend, CompilerError, backend_of, draws_alike
 from expanded_nn.compiling.called import Called
@@ -386,7 +386,7 @@ class Graphs:
             )
         of_step = self.step, call, varying, self.met.modules, self.met.recorders, self.met.leaves
         with values.undoing(call.objects):
-            generators = [value for value in values.looks[-1].with_state if not isinstance(value, LRScheduler)]
+            generators = [value for value in values.looks[-1].members if is_generator(value)]
             traced = trace(
                 *of_step,
                 thorough=family.is_thorough,

@@ -7,8 +7,10 @@ model with the whole batch and on the plain one with each sample alone.
 
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
+from functools import cache
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -133,3 +135,19 @@ def assert_close_rows(actual: Mapping[str, Tensor | None], expected: Mapping[str
 def assert_all_close(actual: Iterable[Tensor], expected: Iterable[Tensor], tol: float = 1e-9) -> None:
     for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
         assert_close(a, e, tol, f"tensor {i}")
+
+
+@cache
+def _has_bfloat16_lstm() -> bool:
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            nn.LSTM(2, 2, dtype=torch.float32)(torch.zeros(1, 1, 2, dtype=torch.float32))
+    except RuntimeError:
+        return False
+    return True
+
+
+def skip_without_bfloat16(module: nn.Module) -> None:
+    """Skips a test of a module that torch itself cannot run in bfloat16 on this processor."""
+    if any(isinstance(member, nn.LSTM) for member in module.modules()) and not _has_bfloat16_lstm():
+        pytest.skip("torch has no LSTM in bfloat16 for this processor")

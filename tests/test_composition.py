@@ -38,6 +38,7 @@ from oracle import (
     relative_error,
     rows_of,
     sample_losses,
+    skip_without_bfloat16,
     take_rows,
     total_loss,
 )
@@ -83,6 +84,7 @@ def right(model: nn.Module, expected: dict[str, Tensor], call: Call) -> None:
 def test_autocast(family: Family, inside: bool) -> None:
     """No less exact than torch's own step on each sample alone, in the dtype of the parameters."""
     module = family.module().float()
+    skip_without_bfloat16(module)
     call = family.call(SAMPLES).map(lambda t: t.float() if t.is_floating_point() else t)
     model = on(module)
 

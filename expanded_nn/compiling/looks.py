@@ -83,8 +83,8 @@ class Look:
         numbers: The id of each list, dict and object that was looked into -> how many came before it.
         unseen: Why there is no key that says whether all is the same, as the end of a sentence; `None` if there is.
         code: The functions that are referred to, and the user's classes whose objects were looked into.
-        members: The modules and parameters that are referred to.
-        with_state: The generators of random numbers, and the schedulers of learning rates, that are referred to.
+        members: The modules, parameters, generators of random numbers and schedulers of learning rates that are
+            referred to.
         seen: Where all that counts is noted.
     """
 
@@ -101,8 +101,7 @@ class Look:
         self.numbers: dict[int, int] = {}
         self.unseen: str | None = None
         self.code: dict[FunctionType | type, None] = {}
-        self.members: list[nn.Module | nn.Parameter] = []
-        self.with_state: list[Any] = []
+        self.members: list[Any] = []
         self._names, self._changing, self.seen, self._depth = names, changing, seen, 0
         of_owners = tuple(self._of_object(owner) for owner in owners)
         of_classes = tuple((cls, self._of_places(cls, vars(cls), itemgetter, own)) for cls, own in members)
@@ -147,7 +146,7 @@ class Look:
             self.seen.note_places(_in_context, value)
             return by_identity(value), self._key(value.get(None))
         if is_generator(getattr(value, "__self__", value) if cls in _BOUND else value):
-            self.with_state.append(getattr(value, "__self__", value))
+            self.members.append(getattr(value, "__self__", value))
             return by_identity(value)
         if id(value) in self.numbers:
             return cls, self.numbers[id(value)]
@@ -179,7 +178,7 @@ class Look:
                 "item before the step, and give it to the step)"
             )
         if isinstance(value, LRScheduler):
-            self.with_state.append(value)
+            self.members.append(value)
         return cls, by_identity(value), of_object
 
     def _of_attributes(self, value: Any) -> Hashable:
@@ -405,7 +404,7 @@ class StepValues:
         from a dict, and that of a list of numbers.
         """
         before = self.look(objects)
-        schedulers = [value for value in before.with_state if isinstance(value, LRScheduler)]
+        schedulers = [value for value in before.members if isinstance(value, LRScheduler)]
         steps_taken = [(scheduler, scheduler.last_epoch) for scheduler in schedulers]
         yield
         after = self.look(objects)
