@@ -7,7 +7,6 @@ model with the whole batch and on the plain one with each sample alone.
 
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
-from functools import cache
 from typing import Any, NamedTuple
 
 import pytest
@@ -137,17 +136,12 @@ def assert_all_close(actual: Iterable[Tensor], expected: Iterable[Tensor], tol: 
         assert_close(a, e, tol, f"tensor {i}")
 
 
-@cache
-def _has_bfloat16_lstm() -> bool:
+def skip_without_bfloat16(module: nn.Module, call: Call) -> None:
+    """Skips a test of a call that torch itself cannot run in bfloat16 on this processor, as that of an LSTM."""
     try:
-        with torch.autocast("cpu", torch.bfloat16):
-            nn.LSTM(2, 2, dtype=torch.float32)(torch.zeros(1, 1, 2, dtype=torch.float32))
-    except RuntimeError:
-        return False
-    return True
-
-
-def skip_without_bfloat16(module: nn.Module) -> None:
-    """Skips a test of a module that torch itself cannot run in bfloat16 on this processor."""
-    if any(isinstance(member, nn.LSTM) for member in module.modules()) and not _has_bfloat16_lstm():
-        pytest.skip("torch has no LSTM in bfloat16 for this processor")
+        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            call.on(module)
+    except RuntimeError as error:
+        if "could not create a primitive" not in str(error):
+            raise
+        pytest.skip("torch has no kernel in bfloat16 for this processor")
