@@ -144,8 +144,10 @@ class CompiledStep:
         return getattr(self._graphs.step, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        is_own = name.startswith("__") and name.endswith("__")
-        (object.__setattr__ if is_own else setattr)(self if is_own else self._graphs.step, name, value)
+        if name.startswith("__") and name.endswith("__"):  # as what `functools.update_wrapper` sets
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._graphs.step, name, value)
 
     def __delattr__(self, name: str) -> None:
         delattr(self._graphs.step, name)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections import deque
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections import OrderedDict, deque
+from collections.abc import Iterable, MutableMapping
 from operator import is_
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -15,6 +15,10 @@ from expanded_nn._errors import NOT_THE_USERS
 from expanded_nn.common.bytecode import codes_in, global_names
 
 MOST = 10_000  # functions, objects, lists and dicts that are looked into
+LISTS = (list, deque)
+FILLED_ANEW = (*LISTS, set)
+_CONTAINERS = OrderedDict, dict, *FILLED_ANEW
+_WHOLE = Tensor | nn.Module | MutableMapping | type  # type: ignore[type-arg]
 _NOTHING = object()
 
 
@@ -31,12 +35,14 @@ class Outside:
         self.places: list[tuple[Any, str, Any]] = []
         self.containers: list[tuple[Any, Any]] = []  # lists, sets and dicts, each with a copy
         self._seen: set[int] = set()
+        self._left: deque[tuple[Any, Iterable[str]]] = deque()  # each with the words of the function that refers to it
         for module in modules:
-            self._look_into_class(type(module))
+            self._left.append((type(module), ()))
             for value in vars(module).values():
-                for function in value if isinstance(value, list | tuple) else (value,):
-                    if isinstance(function, FunctionType | MethodType):
-                        self._look(function)
+                functions = value if isinstance(value, list | tuple) else (value,)
+                self._left += [(each, ()) for each in functions if isinstance(each, FunctionType | MethodType)]
+        while self._left and len(self._seen) < MOST:
+            self._look(*self._left.popleft())
 
     def put_back(self) -> None:
         """Gives all that has changed the value and the contents that it had."""
@@ -44,32 +50,30 @@ class Outside:
             if _value_in(owner, name) is not value:
                 _put(owner, name, value)
         for container, before in self.containers:
-            if not _is_same(container, before):
-                put_back(container, before)
+            put_back(container, before)
 
-    def _look(self, value: Any, words: Iterable[str] = ()) -> None:
-        """Looks into a value that a function refers to, which has these words in it."""
-        if id(value) in self._seen or len(self._seen) > MOST:
-            return
+    def _look(self, value: Any, words: Iterable[str]) -> None:
+        """Looks into a value; what that refers to comes later."""
         if isinstance(value, MethodType):
-            self._look(value.__self__)
-            value = value.__func__
-        if isinstance(value, type):
+            self._left += [(value.__self__, words), (value.__func__, words)]
+        elif isinstance(value, type):
             self._look_into_class(value)
-            return
-        self._seen.add(id(value))
-        if isinstance(value, FunctionType):
-            if not value.__code__.co_filename.startswith(NOT_THE_USERS):
-                self._look_into_function(value)
         elif isinstance(value, ModuleType):
             if _is_file_of_users(value.__name__, value):
                 self._look_into(vars(value), [word for word in words if word in vars(value)], words)
-        elif isinstance(value, list | set | deque | dict):
+        elif id(value) in self._seen:
+            pass
+        elif isinstance(value, FunctionType):
+            self._seen.add(id(value))
+            if not value.__code__.co_filename.startswith(NOT_THE_USERS):
+                self._look_into_function(value)
+        elif isinstance(value, _CONTAINERS):
+            self._seen.add(id(value))
             self.containers.append((value, dict(value) if isinstance(value, dict) else list(value)))
-            for item in value.values() if isinstance(value, dict) else list(value):
-                self._look(item, words)
+            self._left += [(item, words) for item in (value.values() if isinstance(value, dict) else value)]
         elif is_of_users(value):
-            self._look(vars(value), words)
+            self._seen.add(id(value))
+            self._left.append((vars(value), words))
             self._look_into_class(type(value))
 
     def _look_into_function(self, function: FunctionType) -> None:
@@ -88,7 +92,7 @@ class Outside:
             for name, member in [*vars(base).items()]:
                 function = getattr(member, "__func__", getattr(member, "fget", member))
                 if isinstance(function, FunctionType):
-                    self._look(function)
+                    self._left.append((function, ()))
                 elif not name.startswith("__") and not hasattr(member, "__get__"):
                     self._look_into(base, [name], ())
 
@@ -97,7 +101,7 @@ class Outside:
             value = _value_in(owner, name)
             if value is not _NOTHING:
                 self.places.append((owner, name, value))
-                self._look(value, words)
+                self._left.append((value, words))
 
 
 def is_of_users(value: Any) -> bool:
@@ -106,26 +110,25 @@ def is_of_users(value: Any) -> bool:
     return has_attributes and not isinstance(value, _WHOLE) and _is_class_of_users(type(value))
 
 
-_WHOLE = Tensor | nn.Module | MutableMapping | type  # type: ignore[type-arg]
-
-
 def put_back(container: Any, before: Any, kept: Iterable[Any] = ()) -> None:
-    """Gives a list, set or mapping the contents that it had before; a mapping keeps what it has under some keys."""
-    if isinstance(container, MutableMapping):
-        for key in [key for key in container if key not in before and key not in kept]:
-            del container[key]
-        container.update(before)
-    else:
-        container.clear()
-        (container.update if isinstance(container, set) else container.extend)(before)
+    """Gives a list, set or mapping the contents that it had before, where they are others.
 
-
-def _is_same(container: Any, before: Any) -> bool:
-    if len(container) != len(before):
-        return False
-    if isinstance(container, Mapping):
-        return all(map(is_, container, before)) and all(map(is_, container.values(), before.values()))
-    return all(map(is_, container, before))
+    A mapping keeps what it has under some keys; without such its items are in the same order again.
+    """
+    base: Any = next((base for base in _CONTAINERS if isinstance(container, base)), type(container))
+    if isinstance(container, FILLED_ANEW):
+        if len(container) != len(before) or not all(map(is_, container, before)):
+            base.clear(container)  # a class of the user's may have another
+            getattr(base, "update" if base is set else "extend")(container, before)
+        return
+    for key in [key for key in container if key not in before and key not in kept]:
+        base.__delitem__(container, key)
+    changed = {key: value for key, value in before.items() if base.get(container, key, _NOTHING) is not value}
+    if changed:
+        base.update(container, changed)
+    if not kept and not all(map(is_, container, before)):
+        base.clear(container)
+        base.update(container, before)
 
 
 def _is_class_of_users(cls: type) -> bool:

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from expanded_nn.common.modes import without_autocast
+from expanded_nn.common.outside import LISTS
 from expanded_nn.common.steady import OWN_STATE
 from expanded_nn.compiling.kinds import Call
 from expanded_nn.compiling.names import PLAIN, Referred
 from expanded_nn.compiling.outcome import Outcome, RecorderRows
 from expanded_nn.compiling.packing import containers, has_items, items_of
 from expanded_nn.compiling.replay import Graph
-from expanded_nn.compiling.state import LISTS, WAITING, State, bytes_of, has_numbers, items_in
+from expanded_nn.compiling.state import WAITING, State, bytes_of, has_numbers, items_in
 from expanded_nn.factored import FactoredTensor
 from expanded_nn.modules.held import snapshot
 

@@ -208,11 +208,8 @@ def of_models(
                 add((name, type(value), value))
             else:  # a configuration that many modules have
                 look = id(value), type(module)
-                add(
-                    (name, id(value))
-                    if look in looked_into
-                    else (name, Look([value], names_of[look[1]], seen).checked())
-                )
+                add(name)
+                add(id(value) if look in looked_into else Look([value], names_of[look[1]], seen).checked())
                 looked_into.add(look)
         for name in HOOKS:
             if attributes[name]:

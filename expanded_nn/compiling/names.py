@@ -339,7 +339,7 @@ def is_written_by_users(value: Any) -> bool:
 
 def _is_users_code(code: CodeType, module: str | None) -> bool:
     if code.co_filename == "<string>":  # of `python -c` or `exec`, where it is no method that a dataclass has made
-        is_made = "__create_fn__" in getattr(code, "co_qualname", code.co_name) or code.co_name == "__new__"
+        is_made = _is_made_by_dataclass(code) or code.co_name == "__new__"
         of_module = sys.modules.get(module or "")
         return not is_made and (_is_the_users(of_module) if of_module else not (module or "").startswith("namedtuple_"))
     return not code.co_filename.startswith(_NOT_THE_USERS) or _package_of(module) in _OF_STEPS
@@ -347,9 +347,13 @@ def _is_users_code(code: CodeType, module: str | None) -> bool:
 
 def _is_of_record(code: CodeType, module: str) -> bool:
     """Whether it is a method that a dataclass of the user's has got, which reads the fields, as `__eq__` does."""
-    is_made = code.co_filename == "<string>" and "__create_fn__" in getattr(code, "co_qualname", code.co_name)
     is_reading = code.co_name not in ("__init__", "__setattr__", "__delattr__")
+    is_made = code.co_filename == "<string>" and _is_made_by_dataclass(code)
     return is_made and is_reading and module in sys.modules and _is_the_users(sys.modules[module])
+
+
+def _is_made_by_dataclass(code: CodeType) -> bool:
+    return "__create_fn__" in getattr(code, "co_qualname", code.co_name)
 
 
 def _package_of(name: str | None) -> str:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import ctypes
 import gc
 from array import array
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable
 from contextvars import ContextVar
 from copy import copy
 from functools import cache, partial
-from operator import is_
 from types import BuiltinMethodType, FunctionType, MappingProxyType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, cast
 from weakref import ReferenceType
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from expanded_nn.common.batch import contents
+from expanded_nn.common.outside import FILLED_ANEW, LISTS, put_back
 from expanded_nn.common.steady import OWN_STATE
 from expanded_nn.compiling.caches import CACHED, results_of
 from expanded_nn.compiling.names import is_the_users
@@ -26,9 +26,6 @@ from expanded_nn.core.kronecker import KroneckerFactors, SecondMoment
 from expanded_nn.factored import FactoredTensor
 
 MOST = 100_000  # lists, dicts and objects that are looked into
-LISTS = (list, deque)
-FILLED_ANEW = (*LISTS, set)
-_DICTS = OrderedDict, dict
 _OPAQUE = str, int, float, FakeTensor, FactoredTensor
 _NOTHING = object()
 _ARRAYS: Any = bytearray | array
@@ -132,19 +129,13 @@ class State:
     def restore(self) -> None:
         """Puts all of them back."""
         for container, before in self.kept:
-            if isinstance(container, FILLED_ANEW):
-                if len(container) != len(before) or not all(map(is_, container, before)):
-                    base: Any = next(base for base in FILLED_ANEW if isinstance(container, base))
-                    base.clear(container)  # a class of the user's may have another
-                    getattr(base, "update" if base is set else "extend")(container, before)
+            if isinstance(container, (dict, *FILLED_ANEW)):
+                put_back(container, before)
                 continue
             now = dict(container.items())
-            base = next((base for base in _DICTS if isinstance(container, base)), type(container))
-            if len(now) != len(before) or not all(map(is_, now, before)):  # other keys, or in another order
-                base.clear(container)
-                base.update(container, before)
-            elif changed := {key: value for key, value in before.items() if now[key] is not value}:
-                base.update(container, changed)
+            if now.keys() != before.keys() or not all(now[key] is value for key, value in before.items()):
+                container.clear()
+                container.update(before)
 
 
 def items_in(container: Any) -> dict[Any, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections import UserDict
+from collections import Counter, UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -855,3 +855,41 @@ def test_what_a_comparison_leaves_by_functions_is_undone(way: str, has_parameter
         assert_close_rows(rows_of(model), expected)
         assert len(WAYS[way]) == 1
         assert way != "class" or Losses.calls == calls + step + 1
+
+
+class Link:
+    """One of a chain, whose method refers to itself by a global name."""
+
+    def __init__(self, following: Any) -> None:
+        self.following, self.seen = following, Counter[str]()
+
+    def count(self, name: str) -> None:
+        if name:
+            self.seen.update([name])
+            COUNT("")
+
+
+CHAIN = Link(None)
+for _ in range(2000):
+    CHAIN = Link(CHAIN)
+COUNT, RUNS = CHAIN.count, StringIO()
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        COUNT("calls")
+        RUNS.write(str(len(x)))
+        return self.layer(x)
+
+
+def test_a_long_chain_of_objects_that_a_forward_counts_in() -> None:
+    """It is compared, and counts once a call."""
+    model = enn.convert(Counts()).per_sample()
+    for step in range(4):
+        model(torch.randn(6, 4)).sum().backward()
+        assert CHAIN.seen["calls"] == step + 1
+    assert RUNS.getvalue().count("3") == 2 * 3  # halves at the calls 0, 1 and 3
