@@ -58,7 +58,7 @@ def outer(
 
 def of_parts(*there: bool) -> Case:
     """A part for each expert; some are zero."""
-    pairs, zeros = [outer(k + 1, 2, 3) for k in range(sum(there))], torch.zeros(B, 2, 3, dtype=torch.float64)
+    pairs, zeros = [outer(3 - k, 2, 3) for k in range(sum(there))], torch.zeros(B, 2, 3, dtype=torch.float64)
 
     def put(made: Sequence[Any], nothing: Any) -> list[Any]:
         left = iter(made)
@@ -113,12 +113,14 @@ def convolution(
 CASES = {
     "with a history": Case(lambda: (torch.randn(B, 4, 6),), Differentiable.of, lambda rows: rows),
     "dense": Case(lambda: (torch.randn(B, 4, 6),), Dense.of, lambda rows: rows),
+    "outer, no position": outer(0),
     "outer, one position": outer(1),
     "outer, few positions": outer(2),
     "outer, many positions": outer(9),
     "outer, float32": outer(2, dtype=torch.float32),
     "outer, padded": outer(3, kind=PaddedOuter),
     "parts": of_parts(True, False, True, True),
+    "parts, one without positions": of_parts(True, True, True, True),
     "parts, others": of_parts(True, True, False, False),
     "parts, only one": of_parts(False, True, False, False),
     "one-hot": one_hot(OneHot),

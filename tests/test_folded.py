@@ -102,14 +102,15 @@ class Mixture(nn.Module):
     def __init__(self, experts: nn.Module, chooses: Callable[..., Any] = by_score, k: int = 2) -> None:
         super().__init__()
         self.gate, self.experts, self.shared = nn.Linear(D, E, bias=False), experts, nn.Linear(D, D)
-        self.chooses, self.k, self.capacity = chooses, k, 1000
+        self.chooses, self.k, self.capacity, self.visits_all = chooses, k, 1000, False
 
     def forward(self, x: Tensor) -> Tensor:  # (B, T, D)
         rows = x.view(-1, D)
         weights, chosen = self.chooses(self.gate(rows), rows, self.k)
         total = torch.zeros_like(rows)
         mask = F.one_hot(chosen, E).permute(2, 1, 0)
-        for expert in mask.sum((-1, -2)).nonzero():
+        used = mask.sum((-1, -2)) >= (0 if self.visits_all else 1)
+        for expert in used.nonzero():
             place, row = torch.where(mask[expert[0]])
             place, row = place[: self.capacity], row[: self.capacity]  # beyond it they are dropped
             y = self.experts.of(expert[0], rows[row]) * weights[row, place, None]  # type: ignore[operator]
@@ -179,6 +180,22 @@ class TestMixtures:
         """One sample, as many as positions, one position; so an expert has B rows by chance."""
         model = assert_right(built(Mixture(kind())), *calls(samples, positions), samples=samples)
         assert samples == 1 or runs_whole(model)
+
+    def test_an_expert_that_is_called_with_no_rows(self, kind: Any) -> None:
+        """In the memory of the step before, in which it had some."""
+        mixture = Mixture(kind(), by_first_feature, k=1)
+        mixture.visits_all = True
+        module = built(mixture, around=False)
+        model = enn.convert(module).per_sample(loss_reduction="sum", materialize=True)
+        for experts in ([0, 1, 2, 0, 1], [2, 1, 1, 2, 1], [0, 0, 0, 0, 0], [0, 1, 2, 0, 1]):
+            x = 0.3 * values(B, T, D).abs()
+            x[..., 0] = torch.tensor(experts) + 0.5
+            model.zero_grad()
+            call = Call((x,))
+            total_loss(model, call).backward()
+            rows = {name: parameter.grad_sample for name, parameter in model.named_parameters()}
+            assert_close_rows(rows, loop(module, call, B))
+        assert runs_whole(model)
 
     def test_second_derivatives(self, kind: Any) -> None:
         model = assert_right(built(Mixture(kind())), *calls(), objective=gradient_penalty)

@@ -311,7 +311,7 @@ class Outer(Term):
         return True
 
     def dense(self, out: Tensor | None = None) -> Tensor:
-        if out is not None and self.positions > 1:
+        if out is not None and self.positions != 1:
             g, a = self.unscaled()
             return outer_products(g, a, out, self.coefficient)
         g, a = self.weighted()
