@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Iterable, MutableMapping
+from functools import cached_property, lru_cache, partial, partialmethod
 from operator import is_
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -14,11 +15,22 @@ from torch import Tensor, nn
 from expanded_nn._errors import NOT_THE_USERS
 from expanded_nn.common.bytecode import codes_in, global_names
 
-MOST = 10_000  # functions, objects, lists and dicts that are looked into
+CACHED = type(lru_cache(len))
+MOST = 10_000  # functions, objects, lists and dicts that are looked into; and items of a list or dict
 LISTS = (list, deque)
 FILLED_ANEW = (*LISTS, set)
 _CONTAINERS = OrderedDict, dict, *FILLED_ANEW
 _WHOLE = Tensor | nn.Module | MutableMapping | type  # type: ignore[type-arg]
+_BEHIND: dict[type, str] = {  # where others than functions have the function that they call
+    staticmethod: "__func__",
+    classmethod: "__func__",
+    property: "fget",
+    cached_property: "func",
+    partial: "func",
+    partialmethod: "func",
+    CACHED: "__wrapped__",
+}
+_FUNCTIONS: Any = FunctionType, MethodType, *_BEHIND
 _NOTHING = object()
 
 
@@ -31,8 +43,8 @@ class Outside:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        # what has a value (a dict, a class, a cell), its name there, and the value
-        self.places: list[tuple[Any, str, Any]] = []
+        # what has a value (a dict, a class, a cell) and its name there, by the id of that and the name; and the value
+        self.places: dict[tuple[int, str], tuple[Any, str, Any]] = {}
         self.containers: list[tuple[Any, Any]] = []  # lists, sets and dicts, each with a copy
         self._seen: set[int] = set()
         self._left: deque[tuple[Any, Iterable[str]]] = deque()  # each with the words of the function that refers to it
@@ -40,13 +52,13 @@ class Outside:
             self._left.append((type(module), ()))
             for value in vars(module).values():
                 functions = value if isinstance(value, list | tuple) else (value,)
-                self._left += [(each, ()) for each in functions if isinstance(each, FunctionType | MethodType)]
+                self._left += [(each, ()) for each in functions if isinstance(each, _FUNCTIONS)]
         while self._left and len(self._seen) < MOST:
             self._look(*self._left.popleft())
 
     def put_back(self) -> None:
         """Gives all that has changed the value and the contents that it had."""
-        for owner, name, value in self.places:
+        for owner, name, value in self.places.values():
             if _value_in(owner, name) is not value:
                 _put(owner, name, value)
         for container, before in self.containers:
@@ -54,12 +66,17 @@ class Outside:
 
     def _look(self, value: Any, words: Iterable[str]) -> None:
         """Looks into a value; what that refers to comes later."""
-        if isinstance(value, MethodType):
+        inner = _function_behind(value)
+        if inner is not None:
+            self._left.append((inner, words))
+        if isinstance(value, partial):
+            self._left += [(each, words) for each in (*value.args, *value.keywords.values())]
+        elif isinstance(value, MethodType):
             self._left += [(value.__self__, words), (value.__func__, words)]
         elif isinstance(value, type):
             self._look_into_class(value)
         elif isinstance(value, ModuleType):
-            if _is_file_of_users(value.__name__, value):
+            if is_of_users(value):
                 self._look_into(vars(value), [word for word in words if word in vars(value)], words)
         elif id(value) in self._seen:
             pass
@@ -70,8 +87,9 @@ class Outside:
         elif isinstance(value, _CONTAINERS):
             self._seen.add(id(value))
             self.containers.append((value, dict(value) if isinstance(value, dict) else list(value)))
-            self._left += [(item, words) for item in (value.values() if isinstance(value, dict) else value)]
-        elif is_of_users(value):
+            if len(value) <= MOST:
+                self._left += [(item, words) for item in (value.values() if isinstance(value, dict) else value)]
+        elif is_users_object(value):
             self._seen.add(id(value))
             self._left.append((vars(value), words))
             self._look_into_class(type(value))
@@ -90,21 +108,20 @@ class Outside:
                 continue
             self._seen.add(id(base))
             for name, member in [*vars(base).items()]:
-                function = getattr(member, "__func__", getattr(member, "fget", member))
-                if isinstance(function, FunctionType):
-                    self._left.append((function, ()))
+                if isinstance(member, _FUNCTIONS):
+                    self._left.append((member, ()))
                 elif not name.startswith("__") and not hasattr(member, "__get__"):
                     self._look_into(base, [name], ())
 
     def _look_into(self, owner: Any, names: Iterable[str], words: Iterable[str]) -> None:
         for name in names:
             value = _value_in(owner, name)
-            if value is not _NOTHING:
-                self.places.append((owner, name, value))
+            if value is not _NOTHING and (id(owner), name) not in self.places:
+                self.places[id(owner), name] = owner, name, value
                 self._left.append((value, words))
 
 
-def is_of_users(value: Any) -> bool:
+def is_users_object(value: Any) -> bool:
     """Whether it is an object with attributes, of a class that is of no library."""
     has_attributes = isinstance(getattr(value, "__dict__", None), dict)
     return has_attributes and not isinstance(value, _WHOLE) and _is_class_of_users(type(value))
@@ -131,14 +148,22 @@ def put_back(container: Any, before: Any, kept: Iterable[Any] = ()) -> None:
         base.update(container, before)
 
 
+def is_of_users(module: ModuleType) -> bool:
+    """Whether a module is of no library, nor of Python's own."""
+    is_built_in = module.__name__ in sys.builtin_module_names
+    return not is_built_in and not (vars(module).get("__file__") or "").startswith(NOT_THE_USERS)
+
+
 def _is_class_of_users(cls: type) -> bool:
-    return _is_file_of_users(cls.__module__, sys.modules.get(cls.__module__))
+    module = sys.modules.get(cls.__module__)
+    return module is None or is_of_users(module)
 
 
-def _is_file_of_users(name: str, module: ModuleType | None) -> bool:
-    is_pythons = name.partition(".")[0] in sys.stdlib_module_names - {"__main__"}
-    file = None if module is None else vars(module).get("__file__")
-    return not is_pythons and not (file or "").startswith(NOT_THE_USERS)
+def _function_behind(value: Any) -> Any:
+    """The function that something calls which is none itself; that within a decorated one; `None` of all else."""
+    if isinstance(value, FunctionType):
+        return vars(value).get("__wrapped__")
+    return next((getattr(value, name) for kind, name in _BEHIND.items() if isinstance(value, kind)), None)
 
 
 def _value_in(owner: Any, name: str) -> Any:

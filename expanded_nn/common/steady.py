@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from expanded_nn.common.batch import contents, marked_like
-from expanded_nn.common.outside import Outside, is_of_users, put_back
+from expanded_nn.common.outside import Outside, is_users_object, put_back
 from expanded_nn.common.shared import is_parameter
 
 # The attributes that the library sets on modules: by `per_sample`, by the general rule, by what layers have seen of
@@ -255,7 +255,7 @@ def without_traces(module: nn.Module, *, hooks: bool = True) -> Iterator[None]:
 def _objects_of(modules: list[nn.Module]) -> list[Any]:
     """The objects of the user's own classes among the attributes of modules, each once."""
     values = {id(value): value for module in modules for value in vars(module).values()}
-    return [value for value in values.values() if is_of_users(value)]
+    return [value for value in values.values() if is_users_object(value)]
 
 
 def _hooks_of(parameter: Tensor) -> Iterator[tuple[str, int]]:

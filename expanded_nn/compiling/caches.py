@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
 
-CACHED = type(lru_cache(len))
+from expanded_nn.common.outside import CACHED
+
 _FOR_GOOD = Tensor, str, bytes, int, float, complex, tuple, frozenset, type(None)  # what a result is and stays
 
 

@@ -7,7 +7,7 @@ import warnings
 from collections import Counter, UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache, partial
 from io import StringIO
 from types import ModuleType
 from typing import Any, ClassVar
@@ -777,6 +777,29 @@ def add_in_two_steps(loss: Tensor) -> None:
     add_to_list(loss)
 
 
+OF_DECORATED: list[Tensor] = []
+OF_PARTIAL: list[Tensor] = []
+OF_CACHED: list[Tensor] = []
+OF_PROPERTY: list[Tensor] = []
+
+
+@torch.no_grad()
+def add_undifferentiated(loss: Tensor) -> None:
+    OF_DECORATED.append(loss)
+
+
+def add_to(losses: list[Tensor], loss: Tensor) -> None:
+    losses.append(loss)
+
+
+ADD = partial(add_to, OF_PARTIAL)
+
+
+@lru_cache(maxsize=1)
+def add_anew(loss: Tensor) -> None:
+    OF_CACHED.append(loss)
+
+
 def in_a_variable() -> tuple[list[Tensor], Callable[[Tensor], None]]:
     losses: list[Tensor] = []
     return losses, lambda loss: losses.append(loss)
@@ -784,6 +807,8 @@ def in_a_variable() -> tuple[list[Tensor], Callable[[Tensor], None]]:
 
 OF_OBJECT, FILE = Losses(), ModuleType("kept_by_a_test")
 exec("LOSSES = []\ndef add(loss):\n    LOSSES.append(loss)", vars(FILE))
+FILE.itself, FILE.other = FILE, ModuleType("refers_to_it")  # type: ignore[attr-defined]
+FILE.other.FILE, FILE.other.other = FILE, FILE.other  # type: ignore[attr-defined]
 OF_VARIABLE, add_to_variable = in_a_variable()
 
 
@@ -804,6 +829,10 @@ class KeepsBy(nn.Module):
     def keep(self, loss: Tensor) -> None:
         LOSSES.append(loss)
 
+    @cached_property
+    def kept(self) -> None:
+        OF_PROPERTY.append(self.loss)
+
     def forward(self, x: Tensor) -> Tensor:
         h = self.first(x).tanh() * self.scale
         loss = h.square().sum(1)
@@ -816,7 +845,17 @@ class KeepsBy(nn.Module):
         elif self.way == "object":
             OF_OBJECT.add(loss)
         elif self.way == "file":
-            FILE.LOSSES.append(loss)
+            FILE.itself.other.FILE.LOSSES.append(loss)
+        elif self.way == "decorated":
+            add_undifferentiated(loss)
+        elif self.way == "partial":
+            ADD(loss)
+        elif self.way == "cached":
+            add_anew(loss)
+        elif self.way == "cached_property":
+            self.loss = loss
+            assert self.kept is None
+            del self.kept, self.loss
         elif self.way == "function_of_a_file":
             FILE.add(loss)
         elif self.way == "variable":
@@ -833,6 +872,10 @@ WAYS = {
     "class": Losses.of_class,
     "object": OF_OBJECT.held["own"],
     "file": FILE.LOSSES,
+    "decorated": OF_DECORATED,
+    "partial": OF_PARTIAL,
+    "cached": OF_CACHED,
+    "cached_property": OF_PROPERTY,
     "function_of_a_file": FILE.LOSSES,
     "variable": OF_VARIABLE,
     "functions_of_the_module": LOSSES,
