@@ -16,7 +16,7 @@ from expanded_nn.checking.report import Problem, Report as Report
 from expanded_nn.checking.running import Call, Step
 from expanded_nn.common.steady import RandomStates, WithoutChance, WithoutDropout
 from expanded_nn.convert import convert, revert
-from expanded_nn.modules.base import recorders_of, switch
+from expanded_nn.modules.base import PerSampleModule, recorders_of, switch
 from expanded_nn.recording.recorder import Settings
 from expanded_nn.recording.sharded import is_sharded
 
@@ -74,7 +74,9 @@ def check(model: nn.Module, *args: Any, loss: Callable[..., Any] | None = None, 
     if loss is not None and (not callable(loss) or isinstance(loss, type) or _is_torchs(loss)):
         is_function = not isinstance(loss, type) and hasattr(loss, "__name__")
         raise strange_loss(f"loss is {loss.__name__ if is_function else shown(loss)}")
-    settings = next((recorder.settings for recorder in recorders_of(model.modules())), Settings())
+    told = [recorder.settings for recorder in recorders_of(model.modules())]  # also with the mode off:
+    told += [module._settings for module in model.modules() if isinstance(module, PerSampleModule)]
+    settings = next(iter(told), Settings())
     chance = WithoutDropout() if loss is None else WithoutChance()
     with RandomStates(), torch.inference_mode(False), torch.enable_grad(), chance:
         try:

@@ -110,7 +110,7 @@ def _clip(model: nn.Module, max_norm: MaxNorm | Mapping[str, MaxNorm], reduction
         weights = {key: factors / max(1, count) for key, factors in weights.items()}
     while parts:  # taken out one by one, so that the rows make room for the sums
         shapes, rows = part = parts.pop()
-        totals = part.split(widened(rows).weighted_sum(weights[groups[next(iter(shapes))]]))
+        totals = part.split(widened(rows).weighted_sum(weights[groups[next(iter(shapes))]].to(rows.device)))
         del part, rows
         for name, total in totals.items():
             _set_grad(parameters[name], total, add=adds)
@@ -230,7 +230,8 @@ def _norms(parts: list[Part], groups: Mapping[str, str], limits: Iterable[str]) 
     norms = {}
     for key in limits:
         chosen = [i for i, group in enumerate(group_of_part) if group == key]
-        norms[key] = lengths([squares[i] for i in chosen], [parts[i] for i in chosen])
+        of_group = lengths([squares[i] for i in chosen], [parts[i] for i in chosen])
+        norms[key] = of_group if chosen else torch.zeros_like(squares[0])
     return norms
 
 

@@ -6,16 +6,17 @@ import copy
 import weakref
 from functools import partial
 from pickle import PickleError
-from types import CellType, FunctionType
+from types import FunctionType
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from expanded_nn._errors import ConversionError, refuse_no_bool, refuse_no_model
+from expanded_nn.common.bytecode import variables_around
 from expanded_nn.common.steady import OWN_STATE
 from expanded_nn.layers.twins import expand_modules, raise_for, rebased
-from expanded_nn.modules.base import PerSampleModule, Root, switch
+from expanded_nn.modules.base import PerSampleModule, Root, recorders_of, refuse_other_mode, switch
 from expanded_nn.modules.registry import plain_class_of
 from expanded_nn.modules.twin_class import twin_class
 from expanded_nn.recording.recorder import Settings
@@ -85,14 +86,14 @@ def revert(model: Model, *, inplace: bool = False) -> Model:
     refuse_no_bool("revert", inplace=inplace)
     if not inplace:
         model = _copied(model)
-    for module in list(model.modules()):
-        if isinstance(module, PerSampleModule):
-            plain = _plain_class(module)
-            if module._recorder is not None:
-                module._recorder.close(model.modules())
-            for attribute in (*OWN_STATE, "_takes_labels"):
-                module.__dict__.pop(attribute, None)
-            object.__setattr__(module, "__class__", plain)
+    members = list(model.modules())
+    plain_classes = {module: _plain_class(module) for module in members if isinstance(module, PerSampleModule)}
+    for recorder in recorders_of(members):
+        recorder.close(members)
+    for module, plain in plain_classes.items():
+        for attribute in (*OWN_STATE, "_takes_labels"):
+            module.__dict__.pop(attribute, None)
+        object.__setattr__(module, "__class__", plain)
     for parameter in model.parameters():
         parameter.__dict__.pop("grad_sample", None)
     return model
@@ -106,8 +107,7 @@ def per_sample(model: Model, mode: bool = True, **settings: Any) -> Model:
     Args:
         model: Any module.
         mode: Whether to switch on.
-        settings: `loss_reduction`, `batch_first`, `batch_size`, `materialize`, `accumulate_grad`, `keep_factors`,
-            `escalate`, as `help(model.per_sample)` of a converted model explains them.
+        settings: Those of `model.per_sample`, by name, as its `help` explains them.
 
     Returns:
         The module itself.
@@ -123,6 +123,7 @@ def per_sample(model: Model, mode: bool = True, **settings: Any) -> Model:
         >>> torch.equal(model.bias.grad_sample.sum(0), model.bias.grad)
         True
     """
+    refuse_other_mode(mode)
     if mode or not isinstance(model, PerSampleModule):
         convert(model, inplace=True)
     return model.per_sample(mode, **settings)  # type: ignore[operator,no-any-return]
@@ -177,8 +178,7 @@ def _refers_to(value: Any, ids: set[int], depth: int = 3) -> bool:
         return _refers_to(value.func, ids, depth)
     if not isinstance(value, FunctionType):
         return False
-    contents = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
-    contents += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    contents = [*variables_around(value), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
     return any(id(item) in ids or (depth > 0 and _refers_to(item, ids, depth - 1)) for item in contents)
 
 

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
 from expanded_nn._errors import PerSampleError, complaint, refuse_no_count, refuse_no_model, refuse_other_kind
 from expanded_nn.modules.held import changes_itself, first_few
@@ -91,7 +92,7 @@ class ProjectionStore:
             wanted = {"version": VERSION} | _map_settings(projection) | _model_settings(model)
             self._refuse_other_settings(settings or wanted, wanted)
             self._part = _Part(self.folder / f"rank-{_rank()[0]}", wanted)
-            self._versions = _versions(model)
+            self._traits = _traits(model)
 
     def __repr__(self) -> str:
         return f"ProjectionStore({str(self.folder)!r}, {self.projection}, {len(self)} samples)"
@@ -154,10 +155,19 @@ class ProjectionStore:
         shapes = {name: list(rows.shape[1:]) for name, rows in grads.items()}
         settings = self._part.settings
         self._refuse_other_settings(settings, settings | {"parameters": settings["parameters"] | shapes})
-        if _versions(self._model) != self._versions:  # a training's step, or the same checkpoint loaded again
+        traits = _traits(self._model)
+        if traits != self._traits:  # a training's step, or the same checkpoint loaded again
             self._refuse_other_settings(settings, settings | {"weights": _digest(self._model)})
-            self._versions = _versions(self._model)
+            self._traits = traits
         numbers = self.projection(grads).to("cpu", torch.float32)
+        bad = (~numbers.isfinite()).any(1).nonzero().flatten().tolist()
+        if bad:
+            raise complaint(
+                "ProjectionStore.add",
+                f"the projections of the rows {first_few(bad)} are inf or NaN",
+                "finite per-sample gradients",
+                "Leave these samples out, or scale the loss.",
+            )
         self._part.add(_as_ids(ids), numbers)
 
     def parts(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -220,12 +230,16 @@ class ProjectionStore:
         return of_parts[0] if of_parts else None
 
     def _read_settings(self, path: Path) -> dict[str, Any]:
+        settings: Any = None
+        error: Exception | None = None
         try:
-            settings: dict[str, Any] = json.loads(path.read_text())
-        except ValueError as error:
+            settings = json.loads(path.read_text())
+        except ValueError as raised:
+            error = raised
+        if not isinstance(settings, dict) or not isinstance(settings.get("version"), int):
             raise _complaint(
                 self.folder,
-                f"{str(path)!r} is damaged ({error})",
+                f"{str(path)!r} is damaged ({error or 'it names no version'})",
                 "settings as JSON",
                 "Copy the file from another part of the store, or delete this part of it.",
             ) from error
@@ -386,7 +400,11 @@ def _digest(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def _versions(model: nn.Module) -> list[int]:
-    """How often each parameter was changed in place, but for those of shards, as a digest needs all ranks."""
-    counted = (p for name, p in model.named_parameters() if not is_shard(p) and not changes_itself(model, name))
-    return [parameter._version for parameter in counted]
+def _traits(model: nn.Module) -> tuple[list[int], float]:
+    """How often each parameter was changed in place, and their norm, as fused optimizers and `.data` do not count.
+
+    Not of shards, as a digest needs all ranks.
+    """
+    counted = [p for name, p in model.named_parameters() if not is_shard(p) and not changes_itself(model, name)]
+    norm = get_total_norm([parameter.detach() for parameter in counted])
+    return [parameter._version for parameter in counted], float(norm)

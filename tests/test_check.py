@@ -282,6 +282,28 @@ def test_mixing_between_layers(mix: Callable[[Tensor], Tensor], convert: bool) -
     assert is_refused or max(report.errors.values()) > 1e-2 or mix is MIXING["weakly"]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_mixing_beside_masked_numbers(dtype: torch.dtype) -> None:
+    """What stands for minus infinity is larger than all else, and says nothing."""
+
+    def masked(m: Any, x: Tensor) -> Tensor:
+        y = m.a(x)
+        return torch.cat([y - y.mean(0), torch.full_like(y, torch.finfo(dtype).min)], 1)
+
+    model = Model(masked, a=nn.Linear(4, 4)).to(dtype)
+    report = enn.check(model, features().to(dtype), loss=lambda model, x: model(x)[:, :4].square().mean())
+    assert "mixing" in {problem.kind for problem in report.problems}
+
+
+def test_settings_hold_while_the_mode_is_off() -> None:
+    model = enn.convert(nn.LSTM(4, 5)).per_sample(batch_first=False, loss_reduction="sum")
+    x = torch.randn(7, 3, 4)
+    for _ in range(2):
+        report = enn.check(model, x, loss=lambda model, x: model(x)[0].square().sum())
+        report.raise_for_problems()
+        model.per_sample(False)
+
+
 def test_mixing_of_packed_sequences() -> None:
     def forward(m: Any, x: Tensor, lengths: Tensor) -> Tensor:
         packed = pack_padded_sequence(m.a(x), lengths, batch_first=True, enforce_sorted=False)

@@ -526,6 +526,46 @@ def test_part_of_a_model_switched_off() -> None:
     assert_close(model[3].weight.grad_sample, expected["3.weight"])
 
 
+def test_a_part_of_a_computed_weight_that_is_frozen_after_the_forward() -> None:
+    module = parametrizations.weight_norm(nn.Linear(4, 3))
+    model, expected = on(module), loop(module, batch(), SAMPLES)
+    loss = total_loss(model, batch())
+    model.parametrizations.weight.original0.requires_grad_(False)
+    loss.backward()
+    first, second = model.parametrizations.weight.original0, model.parametrizations.weight.original1
+    assert first.grad is None
+    assert first.grad_sample is None
+    assert_close(second.grad_sample, expected["parametrizations.weight.original1"])
+
+
+def test_a_weight_expanded_within_the_forward_of_another_thread_is_refused() -> None:
+    model, raised = on(net()), []
+
+    def expand(*_: Any) -> None:
+        raised.extend(in_threads(lambda: enn.expanded(model[3].weight)))
+
+    model[0].register_forward_hook(expand)
+    model(*batch().args)
+    assert "another thread is in the middle of a forward" in str(raised[0])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m[0].per_sample(materialize=True),
+        lambda m: m[0].per_sample(False),
+        lambda m: enn.revert(m[0], inplace=True),
+    ],
+    ids=["another_recorder", "off", "reverted"],
+)
+def test_rows_from_before_a_part_is_switched_are_gone(change: Callable[[Any], Any]) -> None:
+    """Of the whole model: clipping would take those of the last step for those of the next."""
+    model = on(net())
+    total_loss(model, batch()).backward()
+    change(model)
+    assert all(getattr(parameter, "grad_sample", None) is None for parameter in model.parameters())
+
+
 # --- torch.func and functional calls --------------------------------------------------------------------------
 
 

@@ -823,6 +823,13 @@ def test_what_is_given_in_place_of_a_model(what: str) -> None:
             NO_MODEL[what](value)
 
 
+def test_a_mode_that_is_no_bool_changes_nothing() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    with pytest.raises(TypeError, match="per_sample: mode is 'off'; wanted True or False"):
+        enn.per_sample(model, "off")  # type: ignore[arg-type]
+    assert type(model[0]) is nn.Linear
+
+
 @refused(r"^one_pass: batch_size is -1; wanted a whole number, 0 or more", ValueError)
 def a_pass_of_less_than_nothing() -> None:
     with enn.one_pass(on(nn.Linear(4, 4)), -1):
@@ -2014,6 +2021,25 @@ def a_store_of_other_weights() -> None:
     enn.ProjectionStore(store_of_two()[0].folder, model=nn.Linear(2, 1, bias=False))
 
 
+@refused(
+    r"^ProjectionStore.add: the projections of the rows \[1\] are inf or NaN; wanted finite per-sample gradients\."
+)
+def a_store_of_rows_that_are_not_finite() -> None:
+    store, rows = store_of_two()
+    rows["weight"][1, 0, 0] = torch.nan
+    try:
+        store.add([2, 3], rows)
+    finally:
+        store.add([2, 3], {"weight": torch.ones(2, 1, 2)})  # nothing was written
+
+
+@refused(r"settings\.json' is damaged \(it names no version\); wanted settings as JSON")
+def a_store_whose_settings_are_others() -> None:
+    folder = store_of_two()[0].folder
+    (folder / "rank-0/settings.json").write_text("{}")
+    enn.ProjectionStore(folder)
+
+
 @refused(r"its format is version 2; wanted 1\. Update expanded_nn")
 def a_store_of_a_newer_version() -> None:
     folder = store_of_two()[0].folder
@@ -2359,7 +2385,7 @@ def a_report_with_problems() -> None:
 # --- the table ------------------------------------------------------------------------------------------------
 
 # `lifted` returns before, where no argument is batched; an AttributeError of a property is said by `nn.Module` instead
-# FirstEager and LookFirst are for `enn.compile` alone, which runs the step eagerly then: test_compiled_step.py
+# FirstEager, TraceError and LookFirst are for `enn.compile`, which runs the step eagerly then: test_compiled_step.py
 # the last one is caught where it is raised
 NEVER_SEEN = (
     "raise AssertionError(",
@@ -2369,6 +2395,7 @@ NEVER_SEEN = (
     "raise NotInTable",
     "raise Unknown",
     "raise FirstEager(",
+    "raise TraceError(",
     "raise LookFirst",
     "raise _Recomputed",
 )

@@ -255,6 +255,16 @@ def test_gram(kind: str, other: str) -> None:
     same(rows.gram(others), twin.flatten(1) @ other_twin.flatten(1).t())
 
 
+def test_the_algebra_by_keywords() -> None:
+    """And with rows that are dense, as those of small layers are."""
+    rows, twin = make("outer_2")
+    flat, weights, vector = twin.flatten(1), torch.linspace(0, 1, len(twin)), torch.ones(twin.shape[1:])
+    torch.testing.assert_close(rows.weighted_sum(weights=weights), torch.tensordot(weights, twin, 1))
+    torch.testing.assert_close(rows.matvec(vector=vector), flat.sum(1))
+    torch.testing.assert_close(rows.gram(other=rows), flat @ flat.T)
+    torch.testing.assert_close(rows.gram(twin), flat @ flat.T)
+
+
 @pytest.mark.parametrize(
     "change",
     [

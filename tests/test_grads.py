@@ -239,6 +239,15 @@ def test_clipping_by_layer(reduction: str) -> None:
             torch.testing.assert_close(model.get_parameter(name).grad, clipped, rtol=1e-9, atol=1e-12)
 
 
+def test_a_group_of_clipping_without_parameters() -> None:
+    """The entry for all others, where there are none: norms of zero."""
+    model = enn.convert(nn.Sequential(nn.Linear(4, 3))).per_sample()
+    backward(model, torch.randn(BATCH, 4))
+    norms = enn.clip_grad_sample_norms_(model, {"": lambda norms: 1 + norms.quantile(0.5).expand(len(norms)), "0": 1e9})
+    assert torch.equal(norms[""], torch.zeros(BATCH))
+    torch.testing.assert_close(norms["0"], flat(dense(model)).norm(dim=1))
+
+
 def test_inner_products_with_a_mean(case: tuple[nn.Module, Tensor, Tensor]) -> None:
     model, x, _ = case
     backward(model, x)

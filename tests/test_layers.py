@@ -154,6 +154,21 @@ def test_input_that_requires_grad_changes_no_row(case: Case) -> None:
 
 
 @with_parameters
+@pytest.mark.no_modes
+def test_another_device_for_new_tensors(case: Case) -> None:
+    """What a layer makes is where the samples are, and not where `torch.set_default_device` says."""
+    model, call = expanded(case, loss_reduction="sum"), case.inputs(BATCH)
+    with torch.device("meta"):
+        output = call.on(model)
+    loss = sample_losses(output).sum()
+    with torch.device("meta"):
+        loss.backward()
+        norms = enn.clip_grad_sample_norms_(model, 1e9)
+    assert_close_rows(rows_of(model), loop(case.oracle(), call, BATCH, take=case.take))
+    assert norms.device.type == "cpu"
+
+
+@with_parameters
 def test_materialize(case: Case) -> None:
     call = case.inputs(BATCH)
     rows = rows_after(expanded(case, loss_reduction="sum", materialize=True), call, BATCH)

@@ -6,8 +6,9 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -292,14 +293,30 @@ def test_another_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert contents(tmp_path) == before
 
 
-def test_a_model_that_is_trained_while_the_store_is_open(tmp_path: Path) -> None:
+def multiplied(model: Any) -> None:
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+
+
+def set_anew(model: Any) -> None:
+    model[0].weight.data = 2 * model[0].weight.data
+
+
+def stepped(model: Any) -> None:
+    """A fused step, which the versions of the parameters do not tell."""
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    torch.optim.Adam(model.parameters(), lr=1e-3, fused=True).step()
+
+
+@pytest.mark.parametrize("change", [multiplied, set_anew, stepped])
+def test_a_model_that_is_trained_while_the_store_is_open(tmp_path: Path, change: Callable[[Any], None]) -> None:
     """Rows of other weights do not come among those of before; those of the same checkpoint do."""
     model, x = mlp(), inputs()
     store = enn.ProjectionStore(tmp_path, enn.Projection(DIM, seed=3), model)
     store.add(range(3), grads_of(model, x[:3]))
     checkpoint = {name: value.clone() for name, value in model.state_dict().items()}
-    with torch.no_grad():
-        model[0].weight.mul_(2)
+    change(model)
     with pytest.raises(enn.PerSampleError, match=r"The model has other weights than the one that this folder was beg"):
         store.add(range(3, 6), grads_of(model, x[3:6]))
     model.load_state_dict(checkpoint)

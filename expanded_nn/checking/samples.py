@@ -48,26 +48,33 @@ def _grown(whole: Tensor, shape: Sequence[int], batch: int) -> list[int]:
 
 
 def difference(value: Tensor, other_value: Tensor) -> float:
-    """The norm of the difference, relative to the larger norm; where both are inf or NaN they agree."""
+    """The norm of the difference, relative to the larger norm; where both are `masked` they agree."""
     part, *norms = squares(value, other_value)
     return (part / max(norms)) ** 0.5 if part else 0.0
 
 
 def squares(value: Tensor, other_value: Tensor) -> tuple[float, float, float]:
-    """The squared norms of the difference of two tensors, of the first and of the second."""
+    """The squared norms of the difference of two tensors, of the first and of the second, where they are not `masked`.
+
+    Infinite where one is and the other is not.
+    """
     a, b = _plain(value), _plain(other_value)
-    finite = a.isfinite()
-    if a.shape != b.shape or not torch.equal(finite, b.isfinite()):
+    if a.shape != b.shape or not torch.equal(left_out := masked(a), masked(b)):
         return torch.inf, 1.0, 1.0
-    a, b = a.where(finite, 0), b.where(finite, 0)
+    a, b = (x.masked_fill(left_out, 0).double() for x in (a, b))
     return float((a - b).square().sum()), float(a.square().sum()), float(b.square().sum())
+
+
+def masked(tensor: Tensor) -> Tensor:
+    """Where numbers are inf, NaN, or so large that they stand for that, as `torch.finfo(dtype).min` does in masks."""
+    return ~(tensor.abs() < torch.finfo(tensor.dtype).max / 2)
 
 
 def _plain(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     tensor = tensor.to_dense() if tensor.layout is not torch.strided else tensor
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    return tensor if tensor.is_floating_point() else tensor.float()
 
 
 class Layout:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dis import Instruction, get_instructions
 from functools import lru_cache
 from itertools import pairwise
-from types import CodeType, FrameType
+from types import CellType, CodeType, FrameType, FunctionType
 from typing import Any
 
 _NO_COMPUTED_KEY = {"LOAD_CONST", "LOAD_SMALL_INT", "BUILD_SLICE", "BUILD_TUPLE"}  # before the index is applied
@@ -19,6 +19,11 @@ def codes_in(code: CodeType) -> Iterator[CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from codes_in(constant)
+
+
+def variables_around(function: FunctionType) -> list[Any]:
+    """The values of the variables of enclosing functions; those that have none yet are left out."""
+    return [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
 
 
 @lru_cache(maxsize=2**12)  # per-sample mode may be switched often

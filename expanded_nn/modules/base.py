@@ -126,8 +126,7 @@ class PerSampleModule(nn.Module):
         """
         told = {name: value for name, value in locals().items() if value is not AS_BEFORE}
         del told["self"], told["mode"]
-        remedy = 'Give settings by name: per_sample(loss_reduction="sum", batch_size=64).'
-        refuse_other_kind("per_sample", "mode", mode, bool, "True or False", remedy)
+        refuse_other_mode(mode)
         settings = cast(Settings, self._settings)
         switch(self, replace(settings, **told, says_layout=settings.says_layout or "batch_first" in told), mode=mode)
         return self
@@ -460,6 +459,12 @@ class Expanded(PerSampleModule):
 def all_parameters(module: nn.Module) -> Iterable[Tensor | None]:
     """The parameters of a module and of all within it."""
     return module.parameters() if module._modules else module._parameters.values()
+
+
+def refuse_other_mode(mode: Any) -> None:
+    """Raises if it is not `True` or `False`, as a setting that was given without its name."""
+    remedy = 'Give settings by name: per_sample(loss_reduction="sum", batch_size=64).'
+    refuse_other_kind("per_sample", "mode", mode, bool, "True or False", remedy)
 
 
 def switch(model: nn.Module, settings: Settings, *, mode: bool) -> None:

@@ -270,7 +270,7 @@ def added(parts: Iterable[Tensor]) -> Tensor:
     """The sum of tensors, made one by one, so that none is kept; an empty one without any."""
     total: Tensor | None = None
     for part in parts:
-        total = part if total is None else total + part
+        total = part if total is None else total + part.to(total.device)
     return torch.zeros(0) if total is None else total
 
 

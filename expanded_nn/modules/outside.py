@@ -101,7 +101,7 @@ def expanded(weight: Tensor) -> Tensor:
     refuse_other_kind("expanded", "weight", weight, Tensor, "a parameter", "Give it as in expanded(model.fc.weight).")
     if torch._C._functorch.is_batchedtensor(weight) or not torch.is_grad_enabled():
         return weight  # inside the general rule: the weight of one sample
-    recorder = recorder_of(weight)
+    recorder = recorder_of(weight) if weight.requires_grad else None
     return weight if recorder is None else recorder.expand_outside(weight)
 
 

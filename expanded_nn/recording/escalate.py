@@ -109,6 +109,9 @@ class Escalation:
                 return result
             except Exception as error:
                 final = attempts.send_another_module(error)
+                if final is error and not isinstance(error, PerSampleError):  # the user's own, which leaves what it has
+                    attempts.undo()
+                    raise
                 may_start_over = (
                     checkpoint_hooks() is None and _is_plain(args, kwargs) if state is None else state.restore()
                 )

@@ -81,8 +81,6 @@ class ExpandComputed(torch.autograd.Function):
         leaves = computed.leaves
         if rows.shape[0] == 0:
             return None, None, *(leaf.new_zeros(0, *leaf.shape) for leaf in leaves)
-        if not any(ctx.needs_input_grad):
-            return None, None, *[None] * len(leaves)
         if torch.is_grad_enabled():
             return None, None, *computed.differentiable(saved_tensors(ctx), materialized(rows))
         with meanwhile(computed.recorder.backward, computed=ctx):
@@ -94,14 +92,17 @@ def rows_of_sources(result: Tensor, sources: Sequence[Tensor], rows: Tensor) -> 
     batch = rows.shape[0]
     at_once = batch if is_traced() else cost.at_once(result.numel(), cost.DERIVED_AT_ONCE)
     all_rows: list[Tensor | None] = []
+    trainable = [source for source in sources if source.requires_grad]  # others were frozen after the forward
     for first in range(0, batch, at_once):
         part = materialized(rows if at_once >= batch else rows[first : first + at_once])
-        gradients = partial(torch.autograd.grad, result, sources, retain_graph=True, allow_unused=True)
+        gradients = partial(torch.autograd.grad, result, trainable, retain_graph=True, allow_unused=True)
         if len(part) == 1:
-            grads: Sequence[Tensor | None] = [None if grad is None else grad[None] for grad in gradients(part[0])]
+            found: Sequence[Tensor | None] = [None if grad is None else grad[None] for grad in gradients(part[0])]
         else:
             with quiet_fallbacks():
-                grads = gradients(part, is_grads_batched=True)
+                found = gradients(part, is_grads_batched=True)
+        of_trainable = iter(found)
+        grads = [next(of_trainable) if source.requires_grad else None for source in sources]
         if at_once >= batch:
             return grads
         all_rows = all_rows or [None if grad is None else grad.new_empty(batch, *grad.shape[1:]) for grad in grads]

@@ -345,7 +345,7 @@ class Halves:
         }
         if not ends or not expanded or any(map(_runs_code_of_others, graph_of(*(x.grad_fn for x, _ in ends)))):
             return None
-        some = torch.zeros(self.batch, dtype=torch.bool)
+        some = torch.zeros(self.batch, dtype=torch.bool, device="cpu")
         some[self.half] = True
         generator, results = torch.Generator().manual_seed(0), [x for x, _ in ends]
         for own, others in ((some, ~some), (~some, some)):
@@ -421,7 +421,7 @@ def _copied(leaf: Any) -> Any:
 def _numbers_for(some: Tensor, x: Tensor, dim: int, generator: torch.Generator) -> Tensor:
     """Random numbers for some samples of a tensor, and zeros for the others."""
     with unseen():  # a check around it counts what is drawn
-        numbers = torch.rand(x.shape, generator=generator) + 0.5
+        numbers = torch.rand(x.shape, generator=generator, device="cpu") + 0.5
     return (numbers * some.view(-1, *[1] * (x.dim() - dim - 1))).to(x)
 
 

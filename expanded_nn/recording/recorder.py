@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from threading import get_ident
+from threading import RLock, get_ident
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from expanded_nn.recording.constants import tables_of
 from expanded_nn.recording.escalate import Escalation
 from expanded_nn.recording.expand import Computed, Expand, ExpandComputed, Recompute, leaves_of
 from expanded_nn.recording.forward import Forward as Forward
-from expanded_nn.recording.leaf import NO_ROWS, Leaf, Leaves, Location, vanishes
+from expanded_nn.recording.leaf import Leaf, Leaves, Location, vanishes
 from expanded_nn.recording.lift import Lent, Slot
 from expanded_nn.recording.linked import linked_pass
 from expanded_nn.recording.order import Order
@@ -33,6 +33,7 @@ from expanded_nn.recording.stale import stale
 from expanded_nn.recording.store import Store
 from expanded_nn.recording.watch import Watch
 
+_ONE_DELIVERY = RLock()
 _LIVE: weakref.WeakSet[Recorder] = weakref.WeakSet()  # all: from an unwatched parameter no hook leads to its recorder
 
 
@@ -265,7 +266,7 @@ class Recorder:
             )
 
     def expand(self, parameter: Tensor, recompute: Recompute | None = None) -> Tensor:
-        """A parameter, or a weight computed from parameters, as `(B, *shape)`: one tensor for all uses in a pass.
+        """A parameter as `(B, *shape)`, one tensor for all uses in a pass; or a weight computed from parameters.
 
         `recompute` is that of `Computed`: it computes such a weight from other values of the parameters.
         """
@@ -288,6 +289,7 @@ class Recorder:
         if self.order is not None:
             self.order.note_outside_use()
         if self.forward is not None:
+            self.refuse_other_thread(self.forward.module)
             return self.expand(weight)
         roots, pass_, is_in_backward = self.living_roots(), self.current_pass, running_backward() >= 0
         is_over = pass_ is None or pass_.stage is not PassStage.OPEN
@@ -332,12 +334,13 @@ class Recorder:
         `rows` is `None` for a parameter that was frozen after the forward. With `stand_alone` the rows are those of
         `torch.autograd.grad`, whose sum does not go to `.grad`.
         """
-        if self.backward.enter(delivers=True):
-            self._before_delivery(pass_, stand_alone)
-        if not stand_alone and pass_.stage is PassStage.OPEN:
-            pass_.stage, pass_.may_get_backward = PassStage.REACHED, keeps_graph()
-        if rows is not None:
-            self.store.add(pass_, leaf, rows)
+        with _ONE_DELIVERY:  # a backward has a thread for each device
+            if self.backward.enter(delivers=True):
+                self._before_delivery(pass_, stand_alone)
+            if not stand_alone and pass_.stage is PassStage.OPEN:
+                pass_.stage, pass_.may_get_backward = PassStage.REACHED, keeps_graph()
+            if rows is not None:
+                self.store.add(pass_, leaf, rows)
 
     def _before_delivery(self, pass_: Pass, stand_alone: bool) -> None:
         """Drops the rows whose gradient was cleared, and those whose `grad_sample` the user has set.
@@ -441,6 +444,7 @@ class Recorder:
             cleared = [leaf for leaf in in_question if leaf in were_cleared]
             self._drop_stale(cleared, beside_held=any(leaf.is_trainable() for leaf in others))
             self._drop_passes_without_parameters()
+            self.store.complete(self.leaves)
 
     def is_clipped(self, parameter: Tensor) -> bool:
         """Whether `.grad` is what clipping has set, and no backward has added to it."""
@@ -458,11 +462,12 @@ class Recorder:
         """Drops the rows of parameters, and their `.grad` if `grads`."""
         note_recorder(self)
         leaves = self.leaves.clear(parameters, grads=grads)
-        if not self.leaves.sharded:
-            self.store.drop(leaves)
-            return
-        shards = set(map(id, parameters))  # the rows are held by the leaves of what FSDP had gathered from them
-        self._drop(leaves.union(leaf for leaf in self.leaves if leaf.location and id(leaf.location.shard) in shards))
+        if self.leaves.sharded:  # the rows are held by the leaves of what FSDP had gathered from them
+            shards = set(map(id, parameters))
+            leaves |= {leaf for leaf in self.leaves if leaf.location and id(leaf.location.shard) in shards}
+            self._drop(leaves)
+        elif self.store.drop(leaves):
+            self.store.complete(self.leaves)
 
     def _drop_stale(self, leaves: Iterable[Leaf], *, beside_held: bool = False) -> None:
         stale_leaves = stale(leaves, self.name_of, beside_held=beside_held)
@@ -476,11 +481,11 @@ class Recorder:
             leaf.publish(None)
 
     def close(self, leaving: Iterable[nn.Module]) -> None:
-        """Removes hooks and drops rows, whose graph may lead back here; keeps the modules that are not `leaving`."""
+        """Removes hooks and drops all rows, whose graph may lead back here; the modules that are not `leaving` stay."""
         for leaf in self.leaves:
             if leaf.handle is not None:
                 leaf.handle.remove()
-            leaf.published = NO_ROWS
+            leaf.publish(None)
             leaf.expected.clear()
         self.leaves = Leaves()
         self.begin_anew()

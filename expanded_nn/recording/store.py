@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from math import prod
 from typing import Any
 
@@ -37,7 +37,8 @@ class Store:
         backwards: The numbers of the backwards that have delivered: the running one, and those inside of it.
         suspended: The rows held, and what was published of them, while those of a `torch.autograd.grad` stand alone.
         materialize: Whether `grad_sample` is to be dense.
-        replaces: Whether they have replaced those of an earlier backward of the same forwards, which were not clipped.
+        replaces: With `accumulate_grad=False`, whether the rows held took the place of rows of the same forwards, which
+            were not clipped.
     """
 
     def __init__(self, materialize: bool) -> None:
@@ -130,9 +131,9 @@ class Store:
                 pass_rows[leaf] = part
 
     def complete(self, leaves: Iterable[Leaf]) -> None:
-        """Ends a backward: the parameters that it did not reach get zero rows."""
+        """Gives parameters zero rows in passes without rows of theirs, and no more of those in passes that are gone."""
         passes = tuple(self.held)
-        for leaf in leaves:
+        for leaf in leaves if passes else ():
             if leaf.published.rows is not None and leaf.published.passes != passes:
                 self.publish(leaf)
 
@@ -151,15 +152,21 @@ class Store:
                 leaf.publish(None)
         self.drop_every_pass()
 
-    def drop(self, leaves: Iterable[Leaf]) -> None:
-        """Drops the rows of parameters, suspended ones as well; their `grad_sample` is left to the caller."""
+    def drop(self, leaves: Collection[Leaf]) -> bool:
+        """Drops the rows of parameters, suspended ones as well; their `grad_sample` is left to the caller.
+
+        Returns:
+            Whether passes are gone with them, which other parameters may show zero rows of.
+        """
         held, published = self.suspended if self.suspended is not None else ({}, {})
         mappings: list[dict[Leaf, Any]] = [*self.held.values(), *held.values(), published]
         for mapping in mappings:
             for leaf in mapping.keys() & leaves:
                 del mapping[leaf]
-        if not all(self.held.values()):
-            self.held = {pass_: pass_rows for pass_, pass_rows in self.held.items() if pass_rows}
+        if all(self.held.values()):
+            return False
+        self.held = {pass_: pass_rows for pass_, pass_rows in self.held.items() if pass_rows}
+        return True
 
     def drop_passes_of(self, leaves: Iterable[Leaf]) -> None:
         """Drops the passes that no other parameters hold rows of."""

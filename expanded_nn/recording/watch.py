@@ -60,7 +60,8 @@ class Watch:
             return
         reason = None if holder is None or isinstance(holder, PARTS_OF_LAYERS) else _without_rows(holder)
         if reason is None:
-            raise used_in_loss(recorder.name_of(parameter), parameter, has_rows=expected is not None)
+            has_rows = expected is not None or self.leaf.published.rows is not None
+            raise used_in_loss(recorder.name_of(parameter), parameter, has_rows=has_rows)
         raise complaint(
             recorder.name_of(parameter),
             f"the parameter belongs to {reason}, so its gradient is not per sample",

@@ -29,9 +29,9 @@ def _in_own_dtype(method: Method) -> Method:
     """The method without autocast."""
 
     @wraps(method)
-    def call(*args: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         with without_autocast():
-            return method(*args)
+            return method(*args, **kwargs)
 
     return cast(Method, call)
 
@@ -150,9 +150,10 @@ class Rows(Tensor):
         return algebra.matvec(self._unchanged(), self._cell.kind, vector)
 
     @_in_own_dtype
-    def gram(self, other: Rows) -> Tensor:
-        """`<row, other_row>` for each pair, `(B, B')`."""
-        return algebra.gram(self._unchanged(), other._unchanged(), self._cell.kind)
+    def gram(self, other: Tensor) -> Tensor:
+        """`<row, other_row>` for each pair, `(B, B')`; the other rows may be dense."""
+        others = other if isinstance(other, Rows) else self.of(Dense.of(other))
+        return algebra.gram(self._unchanged(), others._unchanged(), self._cell.kind)
 
     def positions(self) -> set[int] | None:
         """How many positions the rows have; `None` if some have none."""

@@ -32,9 +32,9 @@ class Recycled:
         freed = {id(memory) for memory in unused if memory is not fitting}
         self.pieces = [memory for memory in self.pieces if id(memory) not in freed]
         if fitting is None:
-            fitting = torch.empty(size, dtype=torch.uint8)
+            fitting = torch.empty(size, dtype=torch.uint8, device=device)
             self.pieces.append(fitting)
-        return torch.empty(0, dtype=dtype).set_(fitting.untyped_storage(), 0, tuple(shape))  # type: ignore[call-overload,no-any-return]
+        return torch.empty(0, dtype=dtype, device=device).set_(fitting.untyped_storage(), 0, tuple(shape))  # type: ignore[call-overload,no-any-return]
 
 
 def _references(tensor: Tensor) -> tuple[int, int]:
@@ -43,4 +43,4 @@ def _references(tensor: Tensor) -> tuple[int, int]:
     return sys.getrefcount(storage), torch._C._storage_Use_Count(storage._cdata)
 
 
-_ALONE = _references(torch.empty(1))  # those to a storage that nothing else uses
+_ALONE = _references(torch.empty(1, device="cpu"))  # those to a storage that nothing else uses

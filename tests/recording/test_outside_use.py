@@ -249,6 +249,15 @@ def test_frozen_weight() -> None:
     assert model.tok.weight.grad_sample is None
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_a_frozen_weight_is_expanded_to_itself(before: bool) -> None:
+    model = nn.Linear(3, 2).requires_grad_(not before)
+    model = enn.convert(model).per_sample()
+    model(torch.randn(4, 3))
+    model.weight.requires_grad_(False)
+    assert enn.expanded(model.weight) is model.weight
+
+
 def test_weights_that_differ_by_sample() -> None:
     make, call = USES["tied autoencoder"]
     module = make()

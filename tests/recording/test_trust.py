@@ -546,6 +546,20 @@ def test_no_zero_rows_of_frozen_or_removed_parameters(change: Callable[[Any], An
     del kept
 
 
+def test_no_zero_rows_of_a_pass_that_is_gone() -> None:
+    """Two heads are called alone, with batches of their own; the gradients of one are cleared."""
+    heads = on(nn.ModuleDict({"a": nn.Linear(D, 2), "b": nn.Linear(D, 2)}))
+    total_loss(heads.a, Call((values(4, D),))).backward()
+    total_loss(heads.b, Call((values(3, D),))).backward()
+    torch.optim.SGD(heads.a.parameters()).zero_grad()
+    module = nn.ModuleDict({"b": enn.revert(heads.b)})
+    expected = loop(module.b, Call((values(3, D),)), 3)
+    norms = enn.clip_grad_sample_norms_(heads, 1e9, reduction="mean")
+    assert len(norms) == 3
+    assert_close(heads.b.weight.grad_sample, expected["weight"])
+    assert_close(heads.b.weight.grad, expected["weight"].mean(0))
+
+
 # --- silent, 4: the general rule changes the forward's own value ---------------------------------------------------
 
 
@@ -1152,10 +1166,26 @@ def test_samples_that_meet_what_all_share(hidden: nn.Module, meet: Callable[[Ten
 
 
 TABLE = torch.linspace(-1, 1, B * D, dtype=torch.float64).view(B, D).sin()
+OF_A_LAMBDA = TABLE.clone()
 
 
 def helper() -> Tensor:
     return TABLE
+
+
+def table_around() -> Callable[[], Tensor]:
+    """A table in a variable, beside one that has no value."""
+    table = TABLE.clone()
+
+    def get() -> Tensor:
+        return table if len(TABLE) else missing
+
+    if not len(TABLE):
+        missing = table
+    return get
+
+
+AROUND = table_around()
 
 
 class Tables(nn.Module):
@@ -1177,6 +1207,12 @@ class Tables(nn.Module):
 
     def table_of_helper(self) -> Tensor:
         return helper()
+
+    def variable(self) -> Tensor:
+        return AROUND()
+
+    def in_a_lambda(self) -> Tensor:
+        return (lambda: OF_A_LAMBDA)()
 
     def waves(self) -> Tensor:
         """Made as sinusoidal positions often are."""
@@ -1200,6 +1236,8 @@ TABLES: dict[str, Callable[[Any], Tensor]] = {
     "of_class": lambda m: m.of_class,
     "global": lambda m: m.global_table(),
     "global_of_a_helper": lambda m: m.table_of_helper(),
+    "variable": lambda m: m.variable(),
+    "in_a_lambda": lambda m: m.in_a_lambda(),
     "array": lambda m: torch.as_tensor(TABLE.tolist(), dtype=torch.float64),
     "frozen_parameter": lambda m: m.frozen["table"],
     "frozen_embedding": lambda m: m.words(m.order),
@@ -1552,6 +1590,34 @@ def test_exception_of_the_users_own_stays_what_it_is(error: BaseException) -> No
         model(values(B, 5, D))
     assert info.value is error
     assert str(info.value) == "own words"
+
+
+class Stops(nn.Module):
+    """Keeps what it has computed, and stops there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.kept = nn.Linear(D, D), list[Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.features = self.lin(x)
+        self.kept.append(self.features)
+        try:
+            raise KeyError("first")
+        except KeyError:
+            raise StopIteration("features are there")  # noqa: B904
+
+
+def test_what_a_forward_has_kept_when_it_stops_stays() -> None:
+    """As a hook keeps features, and raises an exception where the rest is not wanted."""
+    model = on(Stops())
+    for number in range(1, 4):
+        with pytest.raises(StopIteration) as info:
+            model(values(B, 5, D))
+        assert isinstance(info.value.__context__, KeyError)
+        assert not info.value.__suppress_context__
+        assert len(model.kept) == number
+        assert model.kept[-1] is model.features
 
 
 # --- false alarms, 1: class labels that happen to be consecutive ----------------------------------------------------

@@ -239,7 +239,7 @@ def _index_put(op: Operation) -> Samples:
     total, put = op.samples_of(0), op.samples_of(1)
     if op.saved("accumulate"):
         raise Unknown
-    whole = torch.full(op.shape, NOBODY) if total is None else total.expand(op.shape).clone()
+    whole = torch.full(op.shape, NOBODY, device="cpu") if total is None else total.expand(op.shape).clone()
     whole[saved_keys(op.node)] = NOBODY if put is None else put
     return None if total is None and put is None else _compact(whole)
 

@@ -50,11 +50,11 @@ class Steps:
     def _of_steps(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Each flat entry's step and sequence; each step's first entry; each sequence's length."""
         assert self.packed is not None
-        numbers = torch.arange(self.count)
+        numbers = torch.arange(self.count, device="cpu")
         first = self.packed.cumsum(0) - self.packed
         step = numbers.repeat_interleave(self.packed)
-        sequence = torch.arange(len(step)) - first[step]
-        lengths = (self.packed[:, None] > torch.arange(self.batch)).sum(0)
+        sequence = torch.arange(len(step), device="cpu") - first[step]
+        lengths = (self.packed[:, None] > torch.arange(self.batch, device="cpu")).sum(0)
         return step, sequence, first, lengths
 
     @cached_property
