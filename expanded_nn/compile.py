@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Collection, Hashable
+from contextlib import suppress
+from operator import attrgetter
 from threading import Lock, RLock, Thread, current_thread, get_ident
 from types import CodeType
 from typing import Any, TypeVar
@@ -17,7 +19,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from expanded_nn._errors import PerSampleError, complaint, shown, warn
 from expanded_nn.common.modes import running_backward
 from expanded_nn.common.steady import is_generator
-from expanded_nn.common.traced import FirstEager, LookFirst, OnlyEager, is_traced, recorders_met
+from expanded_nn.common.traced import FirstEager, LookFirst, OnlyEager, TraceError, is_traced, recorders_met
 from expanded_nn.compiling.backends import Backend, CompilerError, backend_of, draws_alike
 from expanded_nn.compiling.called import Called
 from expanded_nn.compiling.comparison import run_beside
@@ -129,10 +131,11 @@ class CompiledStep:
         functools.update_wrapper(self, step, updated=())
 
     def __reduce__(self) -> Any:
-        """A copy has no graphs; a function of a module, which is decorated there, is the same one."""
+        """A copy has no graphs; a function of a module or a class, which is decorated there, is the same one."""
         name = getattr(self, "__qualname__", "")
-        if getattr(sys.modules.get(self.__module__), name, None) is self:
-            return name
+        with suppress(AttributeError):  # it is no longer there, or was made in a function
+            if attrgetter(name)(sys.modules.get(self.__module__)) is self:
+                return name
         return CompiledStep, (self._graphs.step, *self._graphs.given)
 
     def __get__(self, instance: Any, owner_class: Any = None) -> Any:
@@ -170,7 +173,7 @@ class Graphs:
         first_shapes: The kind of a call -> the shapes of the calls that ran before any module was known.
         last: The last call, if a graph ran or such calls run eagerly for good; not if gradients from before the call
             made a difference.
-        reasons: The reasons for running eagerly of which a warning has told.
+        warnings: The warnings that were given, each of them once.
         called: The code that has run and is not looked at yet, by its id, each with the name of its module.
     """
 
@@ -181,7 +184,7 @@ class Graphs:
         self.families: dict[Hashable, Family] = {}
         self.first_shapes: dict[Hashable, list[Shapes]] = {}
         self.last: LastCall | None = None
-        self.reasons: set[str] = set()
+        self.warnings: set[str] = set()
         self.called: dict[int, tuple[CodeType, str]] = {}
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -197,7 +200,7 @@ class Graphs:
         if current_thread() not in self.mets:
             living = {thread: met for thread, met in self.mets.items() if thread.is_alive()}
             if len(self.mets) - len(living) >= NEW_KINDS:
-                self._warn(
+                self._warn_of_eager(
                     f"the first call of each thread does, and {NEW_KINDS} that have called it are over (call it from "
                     "threads that go on)"
                 )
@@ -216,10 +219,10 @@ class Graphs:
                     return self._run(last.family, graph, call)
             key = call.key, self.step_values.key(call.objects), of_surroundings()
         except OnlyEager as reason:
-            self._warn(str(reason))
+            self._warn_of_eager(str(reason))
             return self.step(*args, **kwargs)
         met = self.met
-        if not met.modules:
+        if not met.has_run:
             return self._run_eagerly(call, key)
         seen, self.last = self.step_values.looks[-1].seen, None
         seen.note_fact(of_surroundings)
@@ -227,16 +230,18 @@ class Graphs:
         try:
             kind = *key, of_models(*of_values, seen)
         except OnlyEager as reason:
-            self._warn(str(reason))
+            self._warn_of_eager(str(reason))
             return self.step(*args, **kwargs)
         seen.close()
         family = self.families.get(kind)
         if family is None:
             if len(self.families) >= MOST_KINDS:
                 self._drop_idle_families()
-                if not self.met.modules:
+                if not self.met.has_run:
                     return self._run_eagerly(call, key)
-            family = self.families[kind] = Family(by_shapes=dict.fromkeys(self.first_shapes.pop(key, ())))
+            if not self.families:
+                met.first_count = len(met.modules)
+            family = self.families[kind] = Family.of(self.first_shapes.pop(key, ()))
             if len(self.families) == NEW_KINDS and not any(other.graphs for other in self.families.values()):
                 self._warn_of_kinds()
         if not family.by_shapes:  # the first of its kind
@@ -244,8 +249,7 @@ class Graphs:
             return self._run_eagerly(call, compares=len(self.families) < NEW_KINDS)
         try:
             family, graph = self._graph(kind, family, call)
-        except FirstEager as reason:
-            self._fault(family, str(reason))
+        except FirstEager:
             return self._run_eagerly(call)
         if not family.grads and (graph is not None or family.is_eager):
             self.last = LastCall(call.key, seen, family, current_thread())
@@ -311,6 +315,7 @@ class Graphs:
         living = [recorder for recorder in recorders if not _is_gone(recorder)]
         for recorder in living:
             modules.update(dict.fromkeys(recorder.modules()))
+        self.met.has_run = True
         self.met.add(list(modules), living)
         self.met.refer(self.step_values.modules)
         self.step_values.add_modules(self.met.modules)
@@ -334,10 +339,12 @@ class Graphs:
 
     def _graph(self, kind: Hashable, family: Family, call: Call) -> tuple[Family, Graph | None]:
         """The graph for a call, a new one if need be, `None` if there is none; and the family that it is of."""
+        if family.is_eager:
+            return family, None
         if not family.by_gradients:
             graph = family.find(call.shapes)
-            if graph is not None or family.is_eager or family.is_rare(call.shapes):
-                return family, None if family.is_eager else graph
+            if graph is not None or family.is_rare(call.shapes):
+                return family, graph
             try:
                 return family, self._traced(family, call)
             except LookFirst:
@@ -349,8 +356,8 @@ class Graphs:
         kind = kind, tuple(grads.items())
         inner = self.families.get(kind)
         if inner is None:
-            inner = Family(by_shapes=dict.fromkeys(family.by_shapes), varying=set(family.varying), grads=grads)
-            self.families[kind] = inner
+            inner = self.families[kind] = Family.of(family.by_shapes)
+            inner.varying, inner.has_fixed_sizes, inner.grads = {*family.varying}, family.has_fixed_sizes, grads
         # no `LookFirst` this time: it knows the gradients
         return self._graph(kind, inner, call)
 
@@ -363,21 +370,45 @@ class Graphs:
                     "take sizes from x.shape, not from len(x))"
                 )
             with _ONE_AT_A_TIME:
-                traced, graph = self._compiled(family, family.varying, call)
+                traced, graph = self._compiled(family, call)
         except OnlyEager as reason:
             self._give_up(family, str(reason))
             return None
+        except FirstEager as reason:
+            self._fault(family, str(reason))
+            raise
         if traced.len_lines:
-            warn(
-                f"enn.compile: each size takes a graph of its own, as a size is made a number in {traced.len_lines[0]}."
-                " Write x.shape[0] in place of len(x)."
+            self._warn(
+                f"each size takes a graph of its own, as a size is made a number in {traced.len_lines[0]}. "
+                "Write x.shape[0] in place of len(x)."
             )
         family.graphs.append(graph)
         family.by_shapes[call.shapes] = graph
         return graph
 
-    def _compiled(self, family: Family, varying: Collection[ArgumentDim], call: Call) -> tuple[Traced, Graph]:
-        """A traced step and its graph; where a compiler fails for any size, for these sizes alone."""
+    def _compiled(self, family: Family, call: Call) -> tuple[Traced, Graph]:
+        """A traced step and its graph; where there can be none for several sizes, for these sizes alone."""
+        reason = None
+        if family.varying and not family.has_fixed_sizes:
+            try:
+                return self._compiled_for(family.varying, family, call)
+            except TraceError as error:
+                reason = str(error)
+            except CompilerError as error:
+                reason = f"its compiler raises {error}"
+        try:
+            compiled = self._compiled_for((), family, call)
+        except CompilerError as error:
+            raise OnlyEager(
+                f'its compiler raises {error} (backend="eager" replays the graph without a compiler)'
+            ) from error
+        if reason is not None:
+            family.has_fixed_sizes = True
+            self._warn(f"each size takes a graph of its own, as {reason}, where sizes are symbols.")
+        return compiled
+
+    def _compiled_for(self, varying: Collection[ArgumentDim], family: Family, call: Call) -> tuple[Traced, Graph]:
+        """A traced step and its graph, in which some sizes are symbols."""
         values = self.step_values
         if values.scheduled is not None:
             raise complaint(
@@ -403,14 +434,7 @@ class Graphs:
                 f"a tensor of it is kept outside of it, which a graph does not; it was made in {kept_line} "
                 "(return it from the step, and keep it after the call)"
             )
-        try:
-            return traced, Graph(traced, call.shapes, varying, backend_of(*self.given))
-        except CompilerError as error:
-            if varying:
-                return self._compiled(family, (), call)
-            raise OnlyEager(
-                f'its compiler raises {error} (backend="eager" replays the graph without a compiler)'
-            ) from error
+        return traced, Graph(traced, call.shapes, varying, backend_of(*self.given))
 
     def _fault(self, family: Family, reason: str) -> None:
         """Counts a call for which no graph could be made, or whose graph's assumptions failed."""
@@ -421,7 +445,7 @@ class Graphs:
     def _give_up(self, family: Family, reason: str) -> None:
         family.is_eager = True
         family.drop_graphs()
-        self._warn(reason)
+        self._warn_of_eager(reason)
 
     def _drop_idle_families(self) -> None:
         """Lets go of the kinds that came once: what they hold may be a batch."""
@@ -429,20 +453,22 @@ class Graphs:
         self._warn_of_kinds()
 
     def _warn_of_kinds(self) -> None:
-        self._warn(
+        self._warn_of_eager(
             f"call after call is of another kind{self.step_values.changed()} (make what changes an argument of the "
             "step: a tensor, or tensors in tuples, lists, dicts or dataclasses)"
         )
-        if len(self.met.modules) > self.met.former_count:  # new ones at each call, which would be held for ever
+        if len(self.met.modules) > self.met.first_count:  # new ones at each call, which would be held for ever
             self.mets, self.families = {}, {}
             self.step_values = StepValues(self.step)
-        self.met.former_count = len(self.met.modules)
 
-    def _warn(self, reason: str) -> None:
-        if reason not in self.reasons:
-            self.reasons.add(reason)
-            name = getattr(self.step, "__qualname__", type(self.step).__name__)
-            warn(f"enn.compile: {name} runs eagerly, as {reason}.")
+    def _warn_of_eager(self, reason: str) -> None:
+        """Warns, once for each reason, that the step runs eagerly."""
+        self._warn(f"{getattr(self.step, '__qualname__', type(self.step).__name__)} runs eagerly, as {reason}.")
+
+    def _warn(self, text: str) -> None:
+        if text not in self.warnings:
+            self.warnings.add(text)
+            warn(f"enn.compile: {text}")
 
 
 def _refuse_lost(line: str | None) -> None:

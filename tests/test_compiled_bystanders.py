@@ -1,7 +1,10 @@
 """A compiled step and what is beside it: modules that it does not call, and what is set for all of torch."""
 
+from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
+from queue import Queue
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -168,3 +171,58 @@ def test_factored_rows_that_are_kept_between_the_calls(of_parameter: bool) -> No
         place.kept = other[0].weight.grad_sample
         model.zero_grad()
         torch.testing.assert_close(compiled(x, y), place.kept.to_dense().sum(0))
+
+
+class Loader:
+    """Batches that another thread keeps ready, one more each time that it is asked."""
+
+    def __init__(self) -> None:
+        self.ready: Queue[int] = Queue()
+        self.sent: deque[int] = deque([100, 101, 102, 103])
+        self.count = 0
+        self.asked, self.done = Event(), Event()
+
+    def fill(self) -> None:
+        while self.asked.wait(timeout=60) and self.count >= 0:
+            self.asked.clear()
+            self.count += 1
+            self.ready.put(self.count)
+            self.sent.popleft()
+            self.done.set()
+
+
+class Trainer:
+    """Its step refers to no attribute of the loader, which can be reached from it."""
+
+    def __init__(self) -> None:
+        self.model = enn.convert(perceptron()).per_sample()
+        self.loader = Loader()
+        self.model.register_forward_hook(meanwhile(self.loader.asked, self.loader.done))
+
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        F.cross_entropy(self.model(x), y).backward()
+        return enn.clip_grad_sample_norms_(self.model, 1.0)
+
+
+def meanwhile(asked: Event, done: Event) -> Callable[..., None]:
+    def hook(*_: Any) -> None:
+        done.clear(), asked.set()
+        assert done.wait(timeout=60)
+
+    return hook
+
+
+def test_what_another_thread_changes_during_a_trace_stays() -> None:
+    """A trace lasts long enough for a loader to add a batch, and one that is put back would be missed for ever."""
+    trainer = Trainer()
+    loader, step = trainer.loader, enn.compile(trainer.step, backend="eager")
+    thread = Thread(target=loader.fill, daemon=True)
+    thread.start()
+    for x, y in samples(4, 4, 4, 4):
+        trainer.model.zero_grad()
+        step(x, y)
+    assert len(graphs(step)) == 1  # the first call, the trace and the comparison have asked, and no call after them
+    assert (loader.count, list(loader.ready.queue), list(loader.sent)) == (3, [1, 2, 3], [103])
+    loader.count = -1
+    loader.asked.set()
+    thread.join()

@@ -137,8 +137,13 @@ def first_of(get: Callable[[int], Any]) -> Callable[[int], Tensor]:
     return lambda length: get(length)[0]  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("gives_gradients", [False, True], ids=["", "with_gradients_of_the_argument"])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("place", "gives_gradients"),
+    [
+        *((place, False) for place in PLACES),
+        *((place, True) for place in ("cache_of_a_method", "dict_of_the_model", "context_variable")),
+    ],
+)
 def test_a_mask_for_each_length(place: str, gives_gradients: bool) -> None:
     """The trace for a new length finds none, and leaves none without values.
 

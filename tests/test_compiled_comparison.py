@@ -239,3 +239,26 @@ def test_what_is_not_finite_and_what_are_no_floats() -> None:
     assert difference([1.0, "x"], [1.0, "y"]) is not None
     assert difference((1.0, 2), (1.1, 2)) is not None
     assert difference(torch.zeros(3, 0), torch.zeros(3, 0)) is None
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_rows_of_another_backward(first: bool) -> None:
+    """Where `.grad` does not tell of them, and clipping makes it of all rows that are there."""
+    model = enn.convert(perceptron()).per_sample(accumulate_grad=False)
+
+    def step(x: Tensor, y: Tensor) -> None:
+        F.cross_entropy(model(x), y).backward()
+        if has_values(x) is first:
+            F.cross_entropy(model(2 * x), y).backward()
+
+    compiled = enn.compile(step, backend="eager")
+    for number, batch in enumerate(samples(4, 4, 4, 4)):
+        norms = []
+        for run in (compiled, step):
+            model.zero_grad()
+            warns = number == 1 and run is compiled
+            with pytest.warns(enn.PerSampleWarning, match="its graph leaves") if warns else nullcontext():
+                run(*batch)
+            norms.append(enn.clip_grad_sample_norms_(model, 1.0))
+        torch.testing.assert_close(*norms)
+    assert not graphs(compiled)

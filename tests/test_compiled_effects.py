@@ -3,7 +3,9 @@
 import copy
 import functools
 import gc
+import importlib
 import pickle
+import sys
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -16,8 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import expanded_nn as enn
+from expanded_nn.compiling.tracing import trace
 from test_compiled_state import batch, compared, trained
 from test_compiled_step import graphs, perceptron
+
+COMPILE: Any = importlib.import_module("expanded_nn.compile")  # the name in the package is the function's
 
 
 def called(step: Callable[..., Any], wrap: Any, after: Any = None) -> Any:
@@ -435,7 +440,7 @@ def decorated(x: Tensor, y: Tensor) -> Any:
 
 
 class Trainer:
-    """Holds its step."""
+    """Holds its step, and has one in its class."""
 
     def __init__(self) -> None:
         self.model = enn.convert(perceptron()).per_sample()
@@ -446,6 +451,10 @@ class Trainer:
         self.model.zero_grad()
         return trained(self.model, x, y)
 
+    @enn.compile(backend="eager")
+    def of_class(self, x: Tensor, y: Tensor) -> Any:
+        """Another one."""
+
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda trainer: pickle.loads(pickle.dumps(trainer))])
 def test_copies(copied: Callable[[Any], Any]) -> None:
@@ -454,6 +463,7 @@ def test_copies(copied: Callable[[Any], Any]) -> None:
         trainer.step(*batch(number))
         decorated(*batch(number))
     assert copied(decorated) is decorated
+    assert copied(Trainer.of_class) is Trainer.of_class
     other = copied(trainer)
     assert not graphs(other.step)
     with torch.no_grad():
@@ -468,3 +478,93 @@ def test_models_of_earlier_calls_are_let_go_of() -> None:
         compiled(enn.convert(nn.Linear(8, 3)).per_sample(), *batch(number))
     gc.collect()
     assert len(compiled._graphs.met.modules) < 70
+
+
+@pytest.mark.filterwarnings("ignore:.*call after call is of another kind")
+def test_graphs_stay_where_other_calls_are_of_new_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A validation, say, whose number is another one each time; but the kinds of the training are few."""
+    monkeypatch.setattr(COMPILE, "MOST_KINDS", 10)
+    model = enn.convert(perceptron()).per_sample()
+
+    @enn.compile(backend="eager")
+    def step(x: Tensor, y: Tensor, number: int) -> Any:
+        return trained(model, x, y) + number
+
+    made = []
+    for number in range(50):
+        for given in (0, number + 1):
+            model.zero_grad()
+            step(*batch(number), given)
+        made.append(graphs(step))
+    assert made[-1] == made[1] != []
+    assert len(step._graphs.families) <= 10
+
+
+@pytest.mark.filterwarnings("ignore:.*each size takes a graph of its own")
+def test_a_step_that_has_no_graph_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it has to look at gradients first, as at zeros that are left in them."""
+    model, traced = enn.convert(perceptron()).per_sample(), list[int]()
+
+    def counted(*args: Any, **settings: Any) -> Any:
+        traced.append(0)
+        return trace(*args, **settings)
+
+    monkeypatch.setattr(COMPILE, "trace", counted)
+
+    @enn.compile(backend="eager")
+    def step(x: Tensor, y: Tensor) -> Any:
+        loss = trained(model, x, y)
+        if type(x) is not Tensor:
+            raise KeyError("only in a trace")
+        return loss
+
+    def train() -> None:
+        for number in range(12):
+            model.zero_grad(set_to_none=False)
+            step(*batch(number))
+
+    with pytest.warns(enn.PerSampleWarning, match="KeyError") as warned:
+        train()
+    assert len(warned) == 1
+    assert 0 < len(traced) < 7
+
+
+class TracerInC:
+    """As coverage's: where it is called from Python it takes its place again."""
+
+    def __call__(self, *_: Any) -> Any:
+        sys.settrace(self)
+        return self
+
+
+def test_functions_are_seen_beside_a_tracer_in_c() -> None:
+    model, settings = enn.convert(perceptron()).per_sample(), SimpleNamespace(scale=1.0)
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return x * settings.scale
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+            pass
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Any:
+            return gradients[0] * settings.scale
+
+    step = enn.compile(lambda x, y: trained(model, x, y, Scaled.apply(x.new_ones(()))), backend="eager")
+    former = sys.gettrace()
+    sys.settrace(TracerInC())
+    try:
+        for number in range(6):
+            settings.scale = 1.0 + number // 3
+            model.zero_grad()
+            found = step(*batch(number))
+            model.zero_grad()
+            torch.testing.assert_close(found, trained(model, *batch(number), settings.scale))
+        assert isinstance(sys.gettrace(), TracerInC)
+        assert sys.getprofile() is None
+    finally:
+        sys.settrace(former)
+    assert len(graphs(step)) == 2

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -270,3 +271,67 @@ def test_numbers_that_the_system_draws() -> None:
     assert len({scale for _, scale in found}) == 4
     for grad, _ in found:
         torch.testing.assert_close(grad, found[0][0])
+
+
+@pytest.mark.parametrize("of_model", [False, True])
+def test_zeros_of_both_signs(of_model: bool) -> None:
+    """They are equal, and what is made of them is not."""
+
+    def program(model: Any, wrap: Any) -> Any:
+        step = wrap(lambda x, y, number: (trained(model, x, y), 1 / torch.tensor(model.number if of_model else number)))
+
+        def call(number: int, x: Tensor, y: Tensor) -> Any:
+            model.number = zero = 0.0 if number < 3 else -0.0
+            return step(x, y, 1.0 if of_model else zero)
+
+        return call, None
+
+    assert compared(program, None) == 2
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning", "ignore:.*torch.jit.*deprecated")
+@pytest.mark.parametrize("calls", [True, False])
+def test_a_module_of_torchscript(calls: bool) -> None:
+    """A step that calls it runs eagerly; one that refers to it need not."""
+
+    def program(model: Any, wrap: Any) -> Any:
+        scripted = torch.jit.freeze(torch.jit.script(nn.Linear(8, 8)).eval())
+
+        def step(x: Tensor, y: Tensor) -> Any:
+            return trained(model, scripted(x) if calls else x, y), len(list(scripted.children()))
+
+        compiled = wrap(step)
+        return (lambda _, x, y: compiled(x, y)), None
+
+    assert compared(program, "it calls a module of TorchScript" if calls else None) == (0 if calls else 1)
+
+
+@dataclass
+class Batch:
+    x: Tensor
+    y: Tensor
+    weights: Tensor = field(init=False)
+
+
+def test_a_field_that_has_no_value() -> None:
+    def program(model: Any, wrap: Any) -> Any:
+        step = wrap(lambda batch: trained(model, batch.x, batch.y))
+        return (lambda _, x, y: step(Batch(x, y))), None
+
+    assert compared(program, None) == 1
+
+
+def test_a_step_that_calls_no_module() -> None:
+    def program(model: Any, wrap: Any) -> Any:
+        weight = torch.linspace(-1, 1, 24).view(8, 3).requires_grad_()
+
+        def step(x: Tensor, y: Tensor) -> Any:
+            weight.grad = None
+            F.cross_entropy(x @ weight, y).backward()
+            assert weight.grad is not None
+            return 2 * weight.grad
+
+        compiled = wrap(step)
+        return (lambda _, x, y: compiled(x, y)), None
+
+    assert compared(program, None) == 1

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from torch import Tensor, distributions, nn
 
 import expanded_nn as enn
 from expanded_nn.compiling import names
+from expanded_nn.compiling.replay import _meet
 from test_compiled_state import batch, trained
 from test_compiled_step import graphs, perceptron
 
@@ -63,6 +65,15 @@ def test_windows_of_one_tensor_that_the_step_changes() -> None:
             windows = own[start : start + 32].view(4, 8), own[start + 1 : start + 33].view(4, 8)
             results.append((step(*windows), own.clone()))
     torch.testing.assert_close(results[6:], results[:6])
+
+
+def test_memory_that_two_storages_share() -> None:
+    """Of arrays; the second one begins in the middle of the first."""
+    numbers = np.zeros((6, 4))
+    x, y = torch.from_numpy(numbers)[:, 2:], torch.from_numpy(numbers[:, 2:])
+    assert x.storage_offset() != y.storage_offset()
+    assert _meet(x, y)
+    assert not _meet(x, torch.from_numpy(numbers)[:, :2])
 
 
 def test_parameters_that_share_memory_later() -> None:

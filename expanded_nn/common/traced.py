@@ -24,6 +24,10 @@ class FirstEager(Exception):
     """The step has to run eagerly once more before it can be traced."""
 
 
+class TraceError(FirstEager):
+    """The trace raises what the step itself does not, as code may that takes no symbol for a size."""
+
+
 class LookFirst(Exception):
     """What the step does depends on which gradients are zero before it, and the trace was not told that."""
 

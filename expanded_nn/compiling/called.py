@@ -25,14 +25,20 @@ class Called:
         self.codes: dict[int, tuple[CodeType, str]] = {}
 
     def __enter__(self) -> Called:
-        self._former = sys.gettrace()
+        former: Any = sys.gettrace()
+        # a tracer in C, as that of coverage, takes its place again when it is called
+        is_in_c = former is not None and not hasattr(former, "__code__") and not hasattr(former, "__func__")
+        profiles = is_in_c and sys.getprofile() is None
+        self._get: Callable[[], Any] = sys.getprofile if profiles else sys.gettrace
+        self._set: Callable[[Any], None] = sys.setprofile if profiles else sys.settrace
+        self._former = self._get()
         self._note = _noting(self.codes, self._former)
-        sys.settrace(self._note)
+        self._set(self._note)
         return self
 
     def __exit__(self, *error: object) -> None:
-        if sys.gettrace() is self._note:  # and not a debugger that has begun meanwhile
-            sys.settrace(self._former)
+        if self._get() is self._note:  # and not a debugger that has begun meanwhile
+            self._set(self._former)
 
 
 def _noting(codes: dict[int, tuple[CodeType, str]], former: Callable[..., Any] | None) -> Callable[..., Any]:
@@ -45,22 +51,37 @@ def _noting(codes: dict[int, tuple[CodeType, str]], former: Callable[..., Any] |
     return note
 
 
-class Unnamed:
-    """Functions that have run, and that no name leads to.
+class Ran:
+    """The code that has run in the calls of a step.
 
     Attributes:
-        codes: Their code, by its id.
-        places: The dicts that have them as items, with their keys: those of classes, of modules, of a registry.
+        names: The names in it, in that of libraries as well.
+        unnamed: The code of functions that no name leads to, by its id.
+        places: The dicts that have these functions as items, with their keys: those of classes, of modules, of a
+            registry.
     """
 
     def __init__(self) -> None:
-        self.codes: dict[int, CodeType] = {}
+        self.names: set[str] = set()
+        self.unnamed: dict[int, CodeType] = {}
         self.places: list[Place] = []
+        self._codes: dict[int, CodeType] = {}
 
-    def add(self, codes: Iterable[CodeType]) -> list[FunctionType]:
-        """Adds code; returns the functions, as far as there are any still, whose code is new."""
-        new = {id(code): code for code in codes if id(code) not in self.codes and code.co_name != "<module>"}
-        self.codes |= new
+    def note(self, codes: Iterable[CodeType]) -> None:
+        """Notes code; not what was made by `exec`, of which there may be new one at each call."""
+        for code in codes:
+            if id(code) not in self._codes and not code.co_filename.startswith("<"):
+                self._codes[id(code)] = code
+                self.names.update(code.co_names)
+
+    def has(self, function: Any) -> bool:
+        """Whether the code of a function, if it is one, has run."""
+        return isinstance(function, FunctionType) and id(function.__code__) in self._codes
+
+    def add_unnamed(self, codes: Iterable[CodeType]) -> list[FunctionType]:
+        """Adds code that no name leads to; returns the functions, as far as there are any still, whose code is new."""
+        new = {id(code): code for code in codes if id(code) not in self.unnamed and code.co_name != "<module>"}
+        self.unnamed |= new
         referrers = gc.get_referrers(*new.values()) if new else []
         functions = [value for value in referrers if isinstance(value, FunctionType) and id(value.__code__) in new]
         self.places += _places_of(functions) if functions else []

@@ -17,7 +17,8 @@ from expanded_nn.compiling.names import PLAIN, Referred
 from expanded_nn.compiling.outcome import Outcome, RecorderRows
 from expanded_nn.compiling.packing import containers, has_items, items_of
 from expanded_nn.compiling.replay import Graph
-from expanded_nn.compiling.state import WAITING, State, bytes_of, has_numbers, items_in
+from expanded_nn.compiling.state import WAITING, State, bytes_of, has_numbers, items_in, key_of
+from expanded_nn.core.kronecker import KroneckerFactors
 from expanded_nn.factored import FactoredTensor
 from expanded_nn.modules.held import snapshot
 
@@ -130,7 +131,7 @@ class _Before:
 
     def __init__(self, referred: Referred, roots: Sequence[Any]) -> None:
         self.referred, self.variables = referred, referred.variables()
-        self.state = State(roots)
+        self.state = State(roots, referred)
         places = (place for _, before in self.state.kept for place in items_in(before).items())
         values = [value for name, value in places if isinstance(value, Tensor) and name != WAITING]
         tensors = {id(value): value for value in values if not _is_apart(value)}
@@ -146,7 +147,7 @@ class _Before:
             kind = "list" if isinstance(container, LISTS) else "set" if isinstance(container, set) else "dict"
             places_of = _by_id if kind == "set" else items_in
             items, items_before = places_of(container), places_of(before)
-            gone = (place for place in items_before.keys() - items.keys() if (id(container), place) not in done)
+            gone = (place for place in items_before.keys() - items.keys() if (key_of(container), place) not in done)
             if any(place not in OWN_STATE for place in gone):
                 comparison.differ(f"{kind} from which the step takes something", _TAKEN)
             elif kind == "dict" and id(container) not in self.state.of_owners:
@@ -154,7 +155,7 @@ class _Before:
                 if orders[0] != orders[1]:
                     comparison.differ("order of the items of a dict")
             for place, value in items.items():
-                if (id(container), place) in done or place in OWN_STATE or place == "grad_sample":
+                if (key_of(container), place) in done or place in OWN_STATE or place == "grad_sample":
                     continue
                 old = items_before.get(place, _NOTHING)
                 name = f"item {place}" if isinstance(container, LISTS) else str(place)
@@ -280,10 +281,14 @@ def run_beside(
 def _add_rows(comparison: Comparison, rows: RecorderRows, results: Sequence[Any]) -> None:
     """Adds the rows of the passes that a graph leaves."""
     held = [*rows.recorder.store.held.values()]
-    if len(held) < len(rows.passes):
+    count = len(rows.passes)
+    if len(held) < count or (len(held) > count and not rows.appends):
         comparison.differ("number of rows")
         return
-    for pass_rows, wanted in zip(rows.passes, held[len(held) - len(rows.passes) :], strict=True):
+    for pass_rows, wanted in zip(rows.passes, held[len(held) - count :], strict=True):
+        if pass_rows.keys() != wanted.keys():
+            comparison.differ("number of rows")
+            return
         for leaf, remake in pass_rows.items():
             name = rows.recorder.name_of(cast(Tensor, leaf.parameter()))
             shown = leaf.published.rows if len(held) == 1 else wanted.get(leaf)
@@ -307,7 +312,7 @@ def _add_places(
         if not items.keys().isdisjoint(gone) or not items.keys() >= new.keys():
             comparison.differ("number of items in an argument")
             continue
-        container = id(owner if isinstance(owner, list | dict) else vars(owner))
+        container = id(vars(owner) if isinstance(owner, KroneckerFactors) else owner)
         for key, remake in new.items():
             comparison.add("state", f"item {key!r} of an argument", remake(results), items[key])
         done.update((container, key) for key in (*gone, *new))

@@ -17,6 +17,7 @@ from expanded_nn.recording.isolation import Grads
 from expanded_nn.recording.recorder import Recorder
 
 Shapes = tuple[torch.Size, ...]
+MOST_SHAPES = 10_000  # of calls whose graphs are known; later ones are looked for anew
 FIRST_COMPARED = 8  # runs of graphs, before which the samples are compared again; then before twice as many, and so on
 
 
@@ -40,6 +41,7 @@ class Family:
     graphs: list[Graph] = field(default_factory=list)
     by_shapes: dict[Shapes, Graph | None] = field(default_factory=dict)  # of earlier calls; `None` without a graph
     varying: set[ArgumentDim] = field(default_factory=set)  # the dimensions that had different sizes
+    has_fixed_sizes: bool = False  # whether each size takes a graph of its own, as there can be none for several
     is_eager: bool = False  # whether such calls run eagerly for good
     by_gradients: bool = False  # whether there is a family for each kind of gradients that are there before the call
     grads: Grads | None = None  # what these gradients are, if it is such a family
@@ -47,6 +49,14 @@ class Family:
     faults: int = 0  # how many calls in a row had no graph, or one whose assumptions failed
     runs: int = 0  # of its graphs
     passed: set[Hashable] = field(default_factory=set)  # sorts of sizes without a graph, as they may not come again
+
+    @classmethod
+    def of(cls, shapes: Iterable[Shapes]) -> Family:
+        """One for which there were calls with arguments of some shapes, and no graph."""
+        family = cls()
+        for one in shapes:
+            family.find(one)
+        return family
 
     def is_to_compare(self) -> bool:
         """Counts a run of a graph; whether it is time to compare the samples again, for which a step runs eagerly."""
@@ -71,15 +81,21 @@ class Family:
         graph = self.by_shapes.get(shapes)
         if graph is None:
             graph = next((graph for graph in self.graphs if graph.sizes.fit(shapes)), None)
-            for former_shapes in self.by_shapes:
-                self.varying |= {
-                    (number, dim)
-                    for number, (shape, former_shape) in enumerate(zip(shapes, former_shapes, strict=True))
-                    for dim, (size, former) in enumerate(zip(shape, former_shape, strict=True))
-                    if size != former
-                }
+            if len(self.by_shapes) >= MOST_SHAPES:
+                self.by_shapes = {self.first_shapes: None}
             self.by_shapes[shapes] = graph
+            self.varying |= {
+                (number, dim)
+                for number, (shape, first_shape) in enumerate(zip(shapes, self.first_shapes, strict=True))
+                for dim, (size, first) in enumerate(zip(shape, first_shape, strict=True))
+                if size != first
+            }
         return graph
+
+    @property
+    def first_shapes(self) -> Shapes:
+        """The shapes of the first call."""
+        return next(iter(self.by_shapes))
 
     def drop_graphs(self) -> None:
         """Lets go of the graphs."""
@@ -96,7 +112,8 @@ class Met:
     # parameters of such modules and other tensors that the step trains, or whose gradients it looks at
     leaves: list[torch.Tensor] = field(default_factory=list)
     recorders: list[Recorder] = field(default_factory=list)  # of the modules' rows
-    former_count: int = 0  # how many modules there were when a warning of ever new kinds was last due
+    has_run: bool = False  # whether there was a call
+    first_count: int = 0  # how many modules there were at the first kind of calls
 
     def add(self, modules: Iterable[nn.Module], recorders: Iterable[Recorder]) -> None:
         """Adds modules with all within, and recorders with those of the modules."""

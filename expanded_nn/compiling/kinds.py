@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.jit import ScriptModule
 from torch.utils._device import DeviceContext
 
 from expanded_nn.common.batch import contents, is_shared_by_all
@@ -17,6 +18,7 @@ from expanded_nn.compiling.looks import (
     Look,
     by_identity,
     is_number,
+    key_of_plain,
     layout_of,
     note_own_rows,
     of_tensor,
@@ -87,7 +89,7 @@ def _of_arguments(value: Any, tensors: dict[int, Tensor], objects: list[Any]) ->
     if isinstance(value, _SEQUENCES):
         return cls, tuple([_of_arguments(item, tensors, objects) for item in value])
     if cls in PLAIN or is_number(value):
-        return cls, value
+        return key_of_plain(value)
     if isinstance(value, dict) or has_items(value):
         return cls, tuple([(key, _of_arguments(item, tensors, objects)) for key, item in items_of(value).items()])
     if cls is not Projection and any(isinstance(part, Tensor) for part in contents(value)):
@@ -172,6 +174,9 @@ def of_models(
     The step does not call `others`: their gradients and rows do not count, but for the `leaves` whose gradients it
     reads or sets.
     """
+    if any(isinstance(module, ScriptModule) for module in modules):
+        raise OnlyEager("it calls a module of TorchScript (call that before the step, and give it what it returns)")
+    others = [module for module in others if not isinstance(module, ScriptModule)]
     key: list[Any] = [(recorder.settings, recorder.rows_stand_alone) for recorder in recorders]
     add = key.append
     for recorder in recorders:
@@ -187,13 +192,13 @@ def of_models(
         attributes = vars(module)
         own_names = set_by_users(module)
         seen.note_attributes(module)
-        for members in map(attributes.get, _DICTS):
+        for members in map(attributes.__getitem__, _DICTS):
             if isinstance(members, dict):
                 seen.note_items(dict.values(members))
-            else:  # made anew when it is asked for, as in TorchScript
+            else:  # of a class of the user's
                 seen.note_fact(object)
         add((type(module), attributes["training"]))
-        for members in map(attributes.get, _MEMBERS):
+        for members in map(attributes.__getitem__, _MEMBERS):
             if isinstance(members, dict):
                 seen.note_items(members)  # the names: where one is another, the values may be the same
                 add(tuple(members))
@@ -205,7 +210,7 @@ def of_models(
             if isinstance(value, Tensor):
                 add((name, of_tensor(value, seen)))
             elif type(value) in PLAIN:
-                add((name, type(value), value))
+                add((name, key_of_plain(value)))
             else:  # a configuration that many modules have
                 look = id(value), type(module)
                 add(name)

@@ -20,9 +20,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from expanded_nn._errors import shown
+from expanded_nn.common.outside import CACHED
 from expanded_nn.common.steady import is_generator
 from expanded_nn.common.traced import OnlyEager
-from expanded_nn.compiling.caches import CACHED, results_of
+from expanded_nn.compiling.caches import results_of
 from expanded_nn.compiling.names import (
     PLAIN,
     Names,
@@ -116,7 +117,7 @@ class Look:
     def _key(self, value: Any) -> Hashable:
         cls: Any = type(value)
         if cls in PLAIN or is_number(value):
-            return (cls, value) if value != 0 else (cls, repr(value))  # of which there are two
+            return key_of_plain(value)
         if isinstance(value, FunctionType):
             self.code[value] = None
             return by_identity(value), self._of_attributes(value)
@@ -183,7 +184,8 @@ class Look:
 
     def _of_attributes(self, value: Any) -> Hashable:
         """The key of the attributes of a function or a tensor that count."""
-        named = [name for name in vars(value) if name in self._names.words or name == "registry"]  # of singledispatch
+        words = {*self._names.words, "registry"}  # of singledispatch
+        named = [name for name in [*vars(value)] if name in words]
         return self._of_places(value, vars(value), itemgetter, named)
 
     def _of_parameter(self, value: nn.Parameter) -> Hashable:
@@ -197,25 +199,26 @@ class Look:
             return by_identity(value)
         self.seen.note_items(value)
         join = frozenset if isinstance(value, set | frozenset) else tuple
-        items = join(map(_outside, value))
+        held = [*value]  # another thread may change it meanwhile
+        items = join(map(_outside, held))
         self.items[id(value), None] = value, items
-        return items if len(value) > MOST_ITEMS else join(map(self._key, value))
+        return items if len(held) > MOST_ITEMS else join(map(self._key, held))
 
     def _of_dict(self, value: Mapping[Any, Any]) -> Hashable:
-        words = self._names.words
-        named = [key for key in value if isinstance(key, str) and key in words]
+        words, held = self._names.words, [*value]  # another thread may change it meanwhile
+        named = [key for key in held if isinstance(key, str) and key in words]
         if (id(value), None) in self._changing:
             return self._of_places(value, value, itemgetter, named)
-        keys = tuple(map(_outside, value))
+        keys = tuple(map(_outside, held))
         self.items[id(value), None] = value, keys
         if len(value) > MOST_ITEMS:
             self.seen.note_items(value.values())
             items = tuple(map(_outside, value.values()))
             return keys, items, self._of_places(value, value, itemgetter, named)
         if named and not self._names.any_item:
-            named += [key for key in value if not isinstance(key, str)]
+            named += [key for key in held if not isinstance(key, str)]
         else:
-            named = list(value)
+            named = held
         return keys, self._of_places(value, value, itemgetter, named)
 
     def _of_object(self, value: Any) -> Hashable:
@@ -241,7 +244,8 @@ class Look:
             self.seen.holders.append(value)
             of_any_name = constants(attributes) if isinstance(value, ModuleType) else attributes
             any_names = {*of_any_name} if names.any_attribute else ()
-            counted = [name for name in attributes if name in any_names or name in names.words or name == "__wrapped__"]
+            words = {*any_names, *names.words, "__wrapped__"}
+            counted = [name for name in [*attributes] if name in words]
             keys.append(self._of_places(value, attributes, itemgetter, counted))
         slots = [name for name in slots_of(cls) if name in names.words or name in _OF_PYDANTIC]
         if slots:
@@ -381,7 +385,7 @@ class StepValues:
             OnlyEager: If it has set any to a tensor, which has no values.
         """
         variables = self.referred.variables()
-        reachable = State((*self.referred.reachable(), *objects))
+        reachable = State((*self.referred.reachable(), *objects), self.referred)
         try:
             yield
             name = _without_values(variables, self.referred.variables()) or reachable.set_to_tensor()
@@ -464,6 +468,11 @@ def note_own_rows(parameter: Tensor, seen: Seen) -> None:
         seen.note_places(itemgetter("grad_sample", "grad_sample"), attributes)
 
 
+def key_of_plain(value: Any) -> Hashable:
+    """A key for a number, a string or the like; 0.0 and -0.0 have two."""
+    return type(value), value if value != 0 else repr(value)
+
+
 def is_number(value: Any) -> bool:
     """Whether a value is a number or a string of NumPy, which is not an array."""
     return type(value).__module__ == "numpy" and hasattr(value, "dtype") and not hasattr(value, "__setitem__")
@@ -494,7 +503,7 @@ def _in_context(variable: ContextVar[Any]) -> tuple[Any]:
 
 def _outside(value: Any) -> Hashable:
     """A key for a value itself, not for what is in it."""
-    return (type(value), value) if type(value) in PLAIN else by_identity(value)
+    return key_of_plain(value) if type(value) in PLAIN else by_identity(value)
 
 
 def _are_filled(value: Any, slots: Sequence[str]) -> list[bool]:

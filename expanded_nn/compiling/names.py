@@ -23,9 +23,9 @@ from expanded_nn.common.bytecode import (
     imported_names,
     matched_attributes,
 )
+from expanded_nn.common.outside import CACHED, is_of_users
 from expanded_nn.common.steady import OWN_STATE
-from expanded_nn.compiling.caches import CACHED
-from expanded_nn.compiling.called import Unnamed
+from expanded_nn.compiling.called import Ran
 from expanded_nn.compiling.seen import Seen
 
 PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), range, torch.dtype, torch.device})
@@ -52,6 +52,8 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 _NOT_CALLED = {"__init__", "__new__", "__del__", "__repr__", "__setattr__", "__delattr__", "__init_subclass__"}
 _TAKE_ANY_ATTRIBUTE = {"getattr", "vars", "__dict__", "attrgetter", "asdict", "astuple", "fields", "eval", "exec"}
 _TAKE_ANY_ATTRIBUTE |= {"model_dump", "model_dump_json", "model_copy", "to_dict", "_get_kwargs", "deepcopy"}
+_SET_ANY_ATTRIBUTE = {"setattr", "delattr", "__setattr__", "__delattr__"}
+_WITHOUT_ATTRIBUTES = {"builtins", "typing", "abc"}  # the classes of these modules set none
 _TAKE_ANY_ITEM = {"get", "pop", "values", "items", "keys", "copy", "update", "itemgetter", "getitem", "__getitem__"}
 _TAKE_ANY_GLOBAL = {"globals", "eval", "exec"}
 _TAKE_ANY_MODULE = {"import_module", "__import__", "modules"}
@@ -94,7 +96,7 @@ class Referred:
         names: What they refer to.
         places: The namespaces in which these names may find more functions, by the id of the object that has them.
         classes: The user's classes that were met.
-        unnamed: The functions that have run and that nothing here names.
+        ran: The code that has run, with the functions that nothing here names.
     """
 
     def __init__(self, step: Any) -> None:
@@ -107,7 +109,7 @@ class Referred:
         self.names = Names()
         self.places: dict[int, list[Mapping[str, Any]]] = {}
         self.classes: dict[type, None] = {}
-        self.unnamed = Unnamed()
+        self.ran = Ran()
         while step is not None:
             _note_package(step)
             self._look(step)
@@ -134,8 +136,10 @@ class Referred:
         Those that nothing names are what only a library's code calls, or Python itself, or what is found by a computed
         name. That others may take their places is seen where they are kept.
         """
+        codes = list(codes)
+        self.ran.note(code for code, _ in codes)
         known = {id(code) for read in self.functions.values() for code in codes_in(read)}
-        functions = self.unnamed.add(
+        functions = self.ran.add_unnamed(
             code
             for code, module in codes
             if id(code) not in known and (_is_users_code(code, module) or _is_of_record(code, module))
@@ -281,6 +285,22 @@ class Referred:
             Variable(partial(setitem, namespace, name), name, namespace.get(name)) for namespace, name in self.globals
         ]
 
+    def may_find(self, cls: Any) -> Callable[[str], bool]:
+        """Whether what has run may find an attribute, by its name, of objects of a class.
+
+        The name stands in a function of the user's that has run; or, where a library has made the class or a base of
+        it, in any code that has run, and if a method of that has run, it may find all. What another thread has to
+        itself, such as the batches that a loader keeps ready, is so left out.
+        """
+        words, libraries = self.names.words, [base for base in cls.__mro__ if not is_the_users(base)]
+        members = [_function_behind(member) for base in libraries for member in vars(base).values()]
+        by_computed_name = self.names.any_attribute or not words.isdisjoint(_SET_ANY_ATTRIBUTE)
+        if (by_computed_name and is_the_users(cls)) or any(map(self.ran.has, members)):
+            return lambda name: True
+        if all(base.__module__ in _WITHOUT_ATTRIBUTES for base in libraries):
+            return lambda name: name in words
+        return lambda name: name in words or name in self.ran.names
+
     def reachable(self) -> list[Any]:
         """What the step can reach: the values of its names, its objects, the user's classes and functions."""
         return [*self.values(), *self.owners, *self.classes, *self.functions]
@@ -290,7 +310,7 @@ class Referred:
         values = [variable.value for variable in self.variables()]
         values += [owner for owner in self.owners if isinstance(owner, partial)]
         values += [*self.hooks.values(), *map(sys.modules.get, self.imported)]
-        values += [holder.get(key) for holder, key in self.unnamed.places]
+        values += [holder.get(key) for holder, key in self.ran.places]
         for function in self.functions:
             values += (function.__code__, *(function.__defaults__ or ()))
             values += (function.__kwdefaults__ or {}).values()
@@ -307,7 +327,7 @@ class Referred:
         for namespace, own_names in names.values():
             seen.note_places(partial(map, namespace.get), own_names)
         seen.note_places(partial(map, sys.modules.get), self.imported)
-        for holder, key in self.unnamed.places:
+        for holder, key in self.ran.places:
             seen.note_places(partial(map, holder.get), [key])
         for function in self.functions:
             seen.note_places(_CODE, function)
@@ -370,7 +390,7 @@ def _note_package(step: Any) -> None:
 
 def constants(namespace: Mapping[str, Any]) -> list[str]:
     """The names of numbers, strings and the like in a namespace."""
-    return [name for name, item in namespace.items() if type(item) in PLAIN]
+    return [name for name, item in [*namespace.items()] if type(item) in PLAIN]
 
 
 def set_by_users(module: nn.Module) -> list[str]:
@@ -396,9 +416,7 @@ def is_the_users(value: ModuleType | type) -> bool:
 
 @cache
 def _is_the_users(module: ModuleType) -> bool:
-    is_built_in = module.__name__ in sys.builtin_module_names
-    is_installed = (vars(module).get("__file__") or "").startswith(_NOT_THE_USERS)
-    return not is_built_in and (not is_installed or _package_of(module.__name__) in _OF_STEPS)
+    return is_of_users(module) or _package_of(module.__name__) in _OF_STEPS
 
 
 def _imported_by(function: FunctionType) -> list[str]:

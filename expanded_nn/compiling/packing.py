@@ -135,7 +135,7 @@ def items_of(container: Any) -> dict[Any, Any]:
         return {"A": container.A, "G": container.G, "count": container.count}
     if isinstance(container, list | tuple):
         return dict(enumerate(container))
-    return {field.name: getattr(container, field.name) for field in fields(container)}
+    return {field.name: getattr(container, field.name) for field in fields(container) if hasattr(container, field.name)}
 
 
 def put_items(container: Any, removed: Sequence[Any], new: Mapping[Any, Any]) -> None:

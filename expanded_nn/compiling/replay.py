@@ -258,8 +258,8 @@ def _meet(x: Any, y: Tensor) -> bool:
     row = x.stride(0) if x.dim() else 0
     if x.dtype != y.dtype or x.stride() != y.stride() or not row:
         return True
-    first = min(x.storage_offset(), y.storage_offset())
-    starts = [(t.storage_offset() - first) % row for t in (x, y)]
+    first = min(start for start, _ in spans)
+    starts = [(start - first) // x.element_size() % row for start, _ in spans]
     ends = [start + _extent(t[:1]) for start, t in zip(starts, (x, y), strict=True)]
     return bool(max(ends) > row or max(starts) < min(ends))
 

@@ -98,5 +98,5 @@ class Seen:
                 and [*map(Tensor.stride, self._strided)] == self._strides
                 and [get() for get, _ in self.facts] == self._facts
             )
-        except (AttributeError, KeyError):
+        except (AttributeError, KeyError, RuntimeError):  # the last one if another thread changes it meanwhile
             return False

@@ -6,7 +6,7 @@ import ctypes
 import gc
 from array import array
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from copy import copy
 from functools import cache, partial
@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from expanded_nn.common.batch import contents
-from expanded_nn.common.outside import FILLED_ANEW, LISTS, put_back
+from expanded_nn.common.outside import CACHED, FILLED_ANEW, LISTS, put_back
 from expanded_nn.common.steady import OWN_STATE
-from expanded_nn.compiling.caches import CACHED, results_of
-from expanded_nn.compiling.names import is_the_users
+from expanded_nn.compiling.caches import results_of
+from expanded_nn.compiling.names import Referred, is_the_users
 from expanded_nn.core.kronecker import KroneckerFactors, SecondMoment
 from expanded_nn.factored import FactoredTensor
 
@@ -39,17 +39,19 @@ WAITING = "_waiting"  # the attribute with what is to be added to them, which is
 class State:
     """The lists, dicts and attributes that can be reached from some values, with copies of them.
 
-    Objects of this library are left out, as a trace puts them back itself; but for Kronecker factors, which users keep,
-    and for modules, which have attributes of the user's.
+    Of objects that are no modules, those attributes that the functions which have run may find. Objects of this library
+    are left out, as a trace puts them back itself; but for Kronecker factors, which users keep, and for modules, which
+    have attributes of the user's.
 
     Attributes:
         kept: Lists, dicts and the like, each with a copy.
         of_owners: The ids of those dicts that are the attributes of something, whose order says nothing.
     """
 
-    def __init__(self, roots: Iterable[Any]) -> None:
+    def __init__(self, roots: Iterable[Any], referred: Referred) -> None:
         self.kept: list[tuple[Any, Any]] = []
         self.of_owners: set[int] = set()
+        may_find = cache(referred.may_find)
         seen: set[int] = set()
         left = deque(roots)
         while left and len(seen) < MOST:
@@ -67,14 +69,16 @@ class State:
                 if isinstance(value, Tensor) or is_the_users(value):
                     left.append(self._attributes_of(value))
             elif isinstance(value, dict):
-                self.kept.append((value, dict(value)))
+                before = dict(value)
+                self.kept.append((value, before))
                 own = {*OWN_STATE, "__builtins__"} if id(value) in self.of_owners else ()
-                left += [item for name, item in value.items() if name not in own]
+                left += [item for name, item in before.items() if name not in own]
                 left += [self._attributes_of(value)] if hasattr(value, "__dict__") else ()
             elif isinstance(value, list | tuple | deque | set | frozenset):
+                items = list(value)
                 if isinstance(value, FILLED_ANEW):
-                    self.kept.append((value, list(value)))
-                left += value if len(value) <= MOST_IN_LIST else ()
+                    self.kept.append((value, items))
+                left += items if len(items) <= MOST_IN_LIST else ()
                 left += [self._attributes_of(value)] if hasattr(value, "__dict__") else ()
             elif isinstance(value, FunctionType):
                 left.append(self._attributes_of(value))
@@ -96,9 +100,19 @@ class State:
                 if getattr(value, "nbytes", 0) <= 8 * MOST:
                     numbers = _Numbers(value)
                     self.kept.append((numbers, dict(numbers.items())))
-            elif cls.__module__.partition(".")[0] != _OURS or cls in _SUMS or isinstance(value, nn.Module):
-                left += [cls, *([self._attributes_of(value)] if hasattr(value, "__dict__") else ())]
-                left += self._kept_attributes(value, slots_of(cls))
+            elif isinstance(value, nn.Module) or cls in _SUMS:
+                left += [cls, self._attributes_of(value)] if hasattr(value, "__dict__") else [cls]
+            elif cls.__module__.partition(".")[0] not in (
+                _OURS,
+                "threading",
+            ):  # whose locks and events other threads use
+                left.append(cls)
+                if hasattr(value, "__dict__"):
+                    found = _Found(value, may_find(cls))
+                    self.of_owners.add(id(found))
+                    self.kept.append((found, dict(found.items())))
+                    left += dict(found.items()).values()
+                left += self._kept_attributes(value, [*filter(may_find(cls), slots_of(cls))])
 
     def _attributes_of(self, owner: Any) -> dict[str, Any]:
         attributes: dict[str, Any] = vars(owner)
@@ -133,9 +147,15 @@ class State:
                 put_back(container, before)
                 continue
             now = dict(container.items())
-            if now.keys() != before.keys() or not all(now[key] is value for key, value in before.items()):
-                container.clear()
-                container.update(before)
+            changed = {key: value for key, value in before.items() if now.get(key, _NOTHING) is not value}
+            new = now.keys() - before.keys()
+            if new or changed:
+                container.put(new, changed)
+
+
+def key_of(container: Any) -> int:
+    """The id of a list, a dict or the like, or of the object whose attributes it has."""
+    return id(container.owner if isinstance(container, _Found | _Attributes) else container)
 
 
 def items_in(container: Any) -> dict[Any, Any]:
@@ -143,6 +163,21 @@ def items_in(container: Any) -> dict[Any, Any]:
     if isinstance(container, set):
         return {}
     return dict(enumerate(container)) if isinstance(container, LISTS) else dict(container.items())
+
+
+class _Found:
+    """Those attributes of an object that may be found, as a dict that can be put back."""
+
+    def __init__(self, owner: Any, may_find: Callable[[str], bool]) -> None:
+        self.owner, self.may_find = owner, may_find
+
+    def items(self) -> Iterable[tuple[str, Any]]:
+        return [(name, value) for name, value in [*vars(self.owner).items()] if self.may_find(name)]
+
+    def put(self, new: Iterable[str], changed: dict[str, Any]) -> None:
+        for name in new:
+            del vars(self.owner)[name]
+        vars(self.owner).update(changed)
 
 
 class _Attributes:
@@ -154,17 +189,12 @@ class _Attributes:
     def items(self) -> Iterable[tuple[str, Any]]:
         return [(name, getattr(self.owner, name)) for name in self.names if hasattr(self.owner, name)]
 
-    def clear(self) -> None:
-        for name, _ in self.items():
-            self._own_class.__delattr__(self.owner, name)
-
-    def update(self, items: dict[str, Any]) -> None:
-        for name, value in items.items():
-            self._own_class.__setattr__(self.owner, name, value)
-
-    @property
-    def _own_class(self) -> Any:
-        return type if isinstance(self.owner, type) else object
+    def put(self, new: Iterable[str], changed: dict[str, Any]) -> None:
+        own_class: Any = type if isinstance(self.owner, type) else object
+        for name in new:
+            own_class.__delattr__(self.owner, name)
+        for name, value in changed.items():
+            own_class.__setattr__(self.owner, name, value)
 
 
 def has_numbers(value: Any) -> bool:
@@ -190,13 +220,10 @@ class _Numbers:
         numbers, is_of_c = bytes_of(self.owner), isinstance(self.owner, NUMBERS_OF_C)
         return [("a number of C" if is_of_c else "an array", self.numbers if numbers == self.numbers else numbers)]
 
-    def clear(self) -> None:
-        pass
-
-    def update(self, items: Any) -> None:
-        if items and isinstance(self.owner, NUMBERS_OF_C):
+    def put(self, new: Iterable[str], changed: dict[str, Any]) -> None:
+        if isinstance(self.owner, NUMBERS_OF_C):
             memoryview(self.owner).cast("B")[:] = self.numbers
-        elif items:
+        else:
             self.owner[slice(None) if isinstance(self.owner, _ARRAYS) else ...] = self.before
 
 

@@ -28,8 +28,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn.common.meanwhile import meanwhile
 from expanded_nn.common.modes import set_grad_enabled
+from expanded_nn.common.outside import put_back
 from expanded_nn.common.steady import RandomStates
-from expanded_nn.common.traced import FirstEager, LookFirst, OnlyEager, assumptions, note_gradient
+from expanded_nn.common.traced import FirstEager, LookFirst, OnlyEager, TraceError, assumptions, note_gradient
 from expanded_nn.compiling.caches import clear_caches
 from expanded_nn.compiling.kinds import HOOKS_OF_TENSOR, Call
 from expanded_nn.compiling.outcome import Outcome, Saved
@@ -316,7 +317,7 @@ def _graph_of(
         raise
     except Exception as error:
         if not reads_values(error):  # the eager step raises it again, if it is the step's own
-            raise FirstEager(f"its trace raises {type(error).__name__}: {error}") from error
+            raise TraceError(f"its trace raises {type(error).__name__}: {error}") from error
         raise reading(line_in(traceback.extract_tb(error.__traceback__))) from error
 
 
@@ -399,8 +400,7 @@ def _restored(saved: Saved, leaves: Sequence[Tensor]) -> Iterator[None]:
             if leaf.requires_grad != was_trainable:
                 leaf.requires_grad_(was_trainable)
         for values, before in saved:
-            values.clear()
-            values.update(before)
+            put_back(values, before)
 
 
 @contextmanager
