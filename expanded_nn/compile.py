@@ -261,7 +261,7 @@ class Graphs:
         If a new graph and the step differ beyond rounding, such calls run eagerly from now on.
         """
         if graph.is_compared:
-            if family.is_to_compare() and any(recorder.settings.compare for recorder in self.met.recorders):
+            if family.count_run() and any(recorder.settings.compare for recorder in self.met.recorders):
                 return self._run_eagerly(call, compares=True)
             otherwise, result = graph.run(call)
             if otherwise is None:
@@ -343,7 +343,7 @@ class Graphs:
             return family, None
         if not family.by_gradients:
             graph = family.find(call.shapes)
-            if graph is not None or family.is_rare(call.shapes):
+            if graph is not None or family.comes_first(call.shapes):
                 return family, graph
             try:
                 return family, self._traced(family, call)

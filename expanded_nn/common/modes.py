@@ -212,3 +212,14 @@ def refuse_lost_graph(tensor: Tensor) -> None:
             "in per-sample mode, where its graph would end: what is computed from its result would have no rows. Call "
             "torch.autograd.grad for each gradient, without is_grads_batched or vectorize."
         )
+
+
+@contextmanager
+def without_fused_inference() -> Iterator[None]:
+    """Without torch's fused attention in inference, whose results depend on the longest sample."""
+    is_enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(is_enabled)

@@ -74,7 +74,7 @@ class Comparison:
         elif isinstance(found, float) and isinstance(wanted, float):
             numbers = torch.tensor([found, wanted], dtype=torch.float64)
             self.pairs.setdefault(group, []).append((name, numbers[0], numbers[1]))
-        elif isinstance(found, Tensor) or isinstance(wanted, Tensor) or _are_other(found, wanted):
+        elif isinstance(found, Tensor) or isinstance(wanted, Tensor) or _are_other_numbers(found, wanted):
             self.differ(name)
 
     def add_rows(self, name: str, found: Tensor, wanted: Tensor) -> None:
@@ -111,7 +111,7 @@ class Comparison:
         return distance <= tolerance * size + min(MOST_CANCELLED * self.digits, tolerance) * largest
 
 
-def _are_other(found: Any, wanted: Any) -> bool:
+def _are_other_numbers(found: Any, wanted: Any) -> bool:
     """Whether two values are numbers, strings or the like, and not equal."""
     return type(found) in PLAIN and type(wanted) in PLAIN and bool(found != wanted)
 
@@ -177,12 +177,12 @@ def _add_change(comparison: Comparison, name: str, old: Any, new: Any, depth: in
     """Adds a place that the step has changed, and its graph has not: a number, a tensor, or an object with such."""
     if new is old or depth > MOST_DEPTH:
         return
-    if _are_other(old, new):
+    if _are_other_numbers(old, new):
         comparison.differ(f"value of {name}", _COUNTED)
     elif isinstance(new, Tensor) and isinstance(old, Tensor):
         comparison.add("state", f"value of {name}", old, new)
     elif type(new) is type(old):
-        if _are_others(old, new):
+        if _are_other_things(old, new):
             comparison.differ(f"value of {name}", _COUNTED)
             return
         items_before, items = _items_held(old), _items_held(new)
@@ -195,7 +195,7 @@ def _add_change(comparison: Comparison, name: str, old: Any, new: Any, depth: in
         comparison.differ(f"value of {name}", _COUNTED)
 
 
-def _are_others(old: Any, new: Any) -> bool:
+def _are_other_things(old: Any, new: Any) -> bool:
     """Whether two values of one type are others, whatever they hold: functions, modules, arrays, dates."""
     if isinstance(new, FunctionType):
         return old.__code__ is not new.__code__

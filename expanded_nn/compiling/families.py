@@ -58,12 +58,12 @@ class Family:
             family.find(one)
         return family
 
-    def is_to_compare(self) -> bool:
+    def count_run(self) -> bool:
         """Counts a run of a graph; whether it is time to compare the samples again, for which a step runs eagerly."""
         self.runs += 1
         return self.runs >= FIRST_COMPARED and self.runs & (self.runs - 1) == 0
 
-    def is_rare(self, shapes: Shapes) -> bool:
+    def comes_first(self, shapes: Shapes) -> bool:
         """Whether sizes that no graph fits are the first of their sort (0, 1, 2 or more in each dimension).
 
         From the second graph on there is one for nearly any size. Another pays only if such sizes come again, as

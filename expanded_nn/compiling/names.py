@@ -310,7 +310,7 @@ class Referred:
         values = [variable.value for variable in self.variables()]
         values += [owner for owner in self.owners if isinstance(owner, partial)]
         values += [*self.hooks.values(), *map(sys.modules.get, self.imported)]
-        values += [holder.get(key) for holder, key in self.ran.places]
+        values += [dict.get(holder, key) for holder, key in self.ran.places]
         for function in self.functions:
             values += (function.__code__, *(function.__defaults__ or ()))
             values += (function.__kwdefaults__ or {}).values()
@@ -328,7 +328,7 @@ class Referred:
             seen.note_places(partial(map, namespace.get), own_names)
         seen.note_places(partial(map, sys.modules.get), self.imported)
         for holder, key in self.ran.places:
-            seen.note_places(partial(map, holder.get), [key])
+            seen.note_places(partial(map, partial(dict.get, holder)), [key])
         for function in self.functions:
             seen.note_places(_CODE, function)
         for own_keywords in filter(None, [function.__kwdefaults__ for function in self.functions]):

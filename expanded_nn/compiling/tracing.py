@@ -40,13 +40,13 @@ from expanded_nn.compiling.watched import (
     Generator,
     Operations,
     Readings,
-    line_in,
     reading,
     reads_values,
     refuse_optimizer,
     texts,
 )
 from expanded_nn.modules.base import PerSampleModule
+from expanded_nn.recording.callers import innermost, line_of_user, text_of
 from expanded_nn.recording.isolation import Grads, has_hidden_rows, isolated
 from expanded_nn.recording.passes import PassStage
 from expanded_nn.recording.recorder import Recorder
@@ -318,7 +318,8 @@ def _graph_of(
     except Exception as error:
         if not reads_values(error):  # the eager step raises it again, if it is the step's own
             raise TraceError(f"its trace raises {type(error).__name__}: {error}") from error
-        raise reading(line_in(traceback.extract_tb(error.__traceback__))) from error
+        frames = [(frame.f_code.co_filename, number) for frame, number in traceback.walk_tb(error.__traceback__)]
+        raise reading(text_of(innermost(reversed(frames)))) from error
 
 
 def _refuse_processes(modules: Sequence[nn.Module], recorders: Sequence[Recorder]) -> None:
@@ -353,7 +354,7 @@ def _note_new_module(
         if has_rows and are_new and all(are_new):
             raise OnlyEager(
                 f"it makes or copies a {type(module).__name__} itself, which it calls in "
-                f"{line_in(traceback.extract_stack())} (do that before the step, and set the copy's values in it, by "
+                f"{text_of(line_of_user())} (do that before the step, and set the copy's values in it, by "
                 "copied.load_state_dict(model.state_dict()))"
             )
         if has_rows or not all(are_new):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import linecache
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from threading import get_ident
@@ -26,7 +24,7 @@ from expanded_nn.common.meanwhile import meanwhile
 from expanded_nn.common.modes import running_backward
 from expanded_nn.common.traced import OnlyEager, assume, is_traced, note_zeroed
 from expanded_nn.factored import FactoredTensor, is_hidden
-from expanded_nn.recording.callers import is_called_by_libraries, line_of_user
+from expanded_nn.recording.callers import is_called_by_libraries, line_of_user, text_of
 from expanded_nn.recording.leaf import Leaf, Published
 
 READ = torch.ops.aten._local_scalar_dense.default
@@ -63,7 +61,7 @@ class Operations(TorchDispatchMode):
         if func is READ:
             value = func(*args, **kwargs)
             if hasattr(value, "node"):
-                self.values[value.node.expr] = line_in(traceback.extract_stack())
+                self.values[value.node.expr] = text_of(line_of_user())
             return value
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.draws = True
@@ -104,11 +102,11 @@ class Operations(TorchDispatchMode):
         if all(ref() is None for ref, _ in self.tensors):
             return None
         gc.collect()  # it takes long where much is in memory, and is seldom needed
-        for ref, (file, number) in reversed(self.tensors):
+        for ref, line in reversed(self.tensors):
             tensor = ref()
             # without a referrer only autograd holds it, as a checkpoint may leave it
             if tensor is not None and not all(map(_is_of_rows, gc.get_referrers(tensor))):
-                return f"line {number} of {file}: {linecache.getline(file, number).strip()}"
+                return text_of(line)
         return None
 
     def living(self) -> list[Tensor]:
@@ -144,7 +142,7 @@ class Readings(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _SHOWN or (func in _NUMBER and not isinstance(args[0], FakeTensor)):
-            raise reading(line_in(traceback.extract_stack()))
+            raise reading(text_of(line_of_user()))
         if func == _SET_DATA and not _is_fake(args[0]):
             raise OnlyEager("it sets .data of a tensor anew (change it in place under torch.no_grad(), p.sub_(...))")
         if func in _OF_GRAD and not _is_fake(args[0]):
@@ -156,7 +154,7 @@ class Readings(TorchFunctionMode):
             return True
         counts = func is Tensor.__len__ and args[0].dim() and isinstance(args[0].shape[0], torch.SymInt)
         if counts and not is_called_by_libraries(func):
-            self.len_lines.append(line_in(traceback.extract_stack()))
+            self.len_lines.append(text_of(line_of_user()))
         return func(*args, **(kwargs or {}))
 
     def put_back(self, leaves: Sequence[Tensor]) -> list[Tensor]:
@@ -214,7 +212,7 @@ def _text(cls: type, number: Callable[[Any], Any], readings: Readings) -> Abstra
     def text(symbol: Any, spec: str = "") -> str:
         if sys._getframe(1).f_code.co_filename.startswith(LIBRARIES):
             return str(of_symbol(symbol))
-        readings.len_lines.append(line_in(traceback.extract_stack()))
+        readings.len_lines.append(text_of(line_of_user()))
         return format(number(symbol), spec)
 
     return meanwhile(cls, __repr__=text, __format__=text)
@@ -237,10 +235,3 @@ def reading(line: str) -> PerSampleError:
         "Use torch.where in place of an if, return the tensor and look at it after the step, or call the step "
         "without enn.compile.",
     )
-
-
-def line_in(frames: traceback.StackSummary) -> str:
-    """The innermost line of the user's code."""
-    user_frames = [frame for frame in frames if not frame.filename.startswith((*LIBRARIES, "<string>"))]
-    innermost = (user_frames or frames)[-1]
-    return f"line {innermost.lineno} of {innermost.filename}: {innermost.line}"

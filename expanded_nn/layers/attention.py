@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from expanded_nn._errors import complaint
 from expanded_nn.common.batch import own_batch_first, tensors
+from expanded_nn.common.modes import without_fused_inference
 from expanded_nn.layers.heads import attention, projected
 from expanded_nn.layers.linear import Linear, linear
 from expanded_nn.layers.twins import expand_modules, raise_for
@@ -194,11 +195,8 @@ class _Container(_Converted, Root):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.backends.mha.get_fastpath_enabled() and self._fast_path_is_wrong():
-            torch.backends.mha.set_fastpath_enabled(False)
-            try:
+            with without_fused_inference():
                 return self.forward(*args, **kwargs)
-            finally:
-                torch.backends.mha.set_fastpath_enabled(True)
         recorder = self._recorder
         if recorder is not None and recorder.order is not None and not self._rows_are_due():
             return recorder.order.as_one_operation(self._forward, *args, **kwargs)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import linecache
 import sys
+from collections.abc import Iterable
 from traceback import walk_stack
 from types import FrameType
 from typing import Any
@@ -13,6 +15,8 @@ from expanded_nn._errors import LIBRARIES
 
 # between a call and those who look at it
 _OF_TORCH = {"__torch_function__", "handle_torch_function", "__len__", "__iter__", "pad_sequence"}
+
+_MADE = "<string>", "<frozen ", "<eval_with_key>"  # the files of code that libraries have made
 
 
 def calling_frame(func: Any) -> FrameType:
@@ -43,5 +47,15 @@ def is_in_reentrant_checkpoint() -> bool:
 
 def line_of_user() -> tuple[str, int]:
     """The file and the number of the innermost line of the user's that runs; `("", 0)` if there is none."""
-    lines = ((frame.f_code.co_filename, number) for frame, number in walk_stack(sys._getframe(1)))
-    return next((line for line in lines if not line[0].startswith((*LIBRARIES, "<"))), ("", 0))
+    return innermost((frame.f_code.co_filename, number) for frame, number in walk_stack(sys._getframe(1)))
+
+
+def innermost(lines: Iterable[tuple[str, int]]) -> tuple[str, int]:
+    """The first of some lines, given by files and numbers, that is the user's; `("", 0)` if there is none."""
+    return next((line for line in lines if not line[0].startswith((*LIBRARIES, *_MADE))), ("", 0))
+
+
+def text_of(line: tuple[str, int]) -> str:
+    """A line, given by its file and number, in words."""
+    file, number = line
+    return f"line {number} of {file}: {linecache.getline(file, number).strip()}"

@@ -29,7 +29,7 @@ from expanded_nn.common.batch import (
     unfolded,
 )
 from expanded_nn.common.containers import leaves_of, rebuilt
-from expanded_nn.common.modes import uncounted, unseen
+from expanded_nn.common.modes import uncounted, unseen, without_fused_inference
 from expanded_nn.common.rounding import are_equal, are_near, near
 from expanded_nn.common.steady import RandomStates, WithoutChance, without_traces
 from expanded_nn.common.traced import wait_for_values
@@ -128,7 +128,7 @@ class Halves:
             return None
         with uncounted():
             try:
-                with _without_fused_inference():
+                with without_fused_inference():
                     whole, is_random = self._run(self.forward, self.leaves)
             except Exception:  # the forward itself will say so
                 return None
@@ -313,7 +313,7 @@ class Halves:
     def _plainly(self, *, is_random: bool, with_graph: bool) -> Iterator[None]:
         """Layers run as plain ones do; random numbers differ from run to run, so fixed ones take their place."""
         chance, plain = WithoutChance() if is_random else nullcontext(), self.recorder.in_general_rule({})
-        with torch.set_grad_enabled(with_graph), uncounted(), plain, _without_fused_inference(), chance:
+        with torch.set_grad_enabled(with_graph), uncounted(), plain, without_fused_inference(), chance:
             yield
 
     def _unused(self, used: set[Tensor], *, is_random: bool) -> Tensor | None:
@@ -324,7 +324,7 @@ class Halves:
         """
         chance, missed = WithoutChance() if is_random else nullcontext(), None
         try:
-            with _without_fused_inference(), chance:
+            with without_fused_inference(), chance:
                 for _ in range(TRIES):
                     with self.recorder.in_general_rule({}):
                         plain = _leaves_of(self._run(self._untouched, self.leaves)[0])
@@ -367,17 +367,6 @@ class Halves:
 def _leaves_of(results: list[Any]) -> set[Tensor]:
     """The leaves that require gradients, and that results depend on."""
     return set(leaves_behind(*(x.grad_fn for x in results if isinstance(x, Tensor))))
-
-
-@contextmanager
-def _without_fused_inference() -> Iterator[None]:
-    """Without torch's fused attention in inference, whose results depend on the longest sample."""
-    is_enabled = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(is_enabled)
 
 
 def _runs_code_of_others(node: Any) -> bool:
