@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 import expanded_nn as enn
 from cases import EVEN_SAME
 from expanded_nn.compile import NEW_KINDS
-from test_compiled_step import assert_same, classified, graphs, perceptron, samples
+from test_compiled_step import assert_same, classified, graphs, perceptron, samples, small
 
 pytestmark = pytest.mark.filterwarnings(EVEN_SAME)
 
@@ -46,7 +46,7 @@ def assert_same_results(
 
 def test_what_the_step_finds_by_its_names() -> None:
     """A number of a function around it, and a tensor that is another one now."""
-    model, (x, y) = enn.convert(perceptron()).per_sample(), samples(4)[0]
+    model, (x, y) = enn.convert(small()).per_sample(), samples(4)[0]
     equal = torch.ones(3)
     limit, weights = 1.0, equal
 
@@ -142,7 +142,7 @@ def test_numbers_that_are_kept_elsewhere(limit: Any, halve: Any, monkeypatch: py
     monkeypatch.setitem(globals(), "LIMIT", 1.0)
     monkeypatch.setattr(Limits, "of_class", 1.0)
     monkeypatch.setattr(Trainer.clip, "__defaults__", (1.0,))
-    trainer, (x, y) = Trainer(enn.convert(perceptron()).per_sample(), limit), samples(4)[0]
+    trainer, (x, y) = Trainer(enn.convert(small()).per_sample(), limit), samples(4)[0]
     compiled = enn.compile(trainer.step, backend="eager")
     for number in range(6):
         if number == 3:
@@ -741,7 +741,7 @@ def test_numbers_that_are_found_in_other_ways(
     monkeypatch.setattr(F, "LIMIT", 1.0, raising=False)
     monkeypatch.setattr(Tensor, "rsqrt", Tensor.rsqrt)
     monkeypatch.setattr(torch.distributions.Normal, "cdf", torch.distributions.Normal.cdf)
-    model, held, (x, y) = enn.convert(perceptron()).per_sample(), make(), samples(4)[0]
+    model, held, (x, y) = enn.convert(small()).per_sample(), make(), samples(4)[0]
 
     def step(x: Tensor, y: Tensor) -> Any:
         F.cross_entropy(model(x), y).backward()
@@ -778,7 +778,7 @@ class Decorated:
 @pytest.mark.parametrize("place", ["limit", "settings"])
 def test_a_method_that_is_compiled_in_its_class(place: str) -> None:
     """Numbers of its object count where it names them; a count of calls does not."""
-    trainer, (x, y) = Decorated(enn.convert(perceptron()).per_sample()), samples(4)[0]
+    trainer, (x, y) = Decorated(enn.convert(small()).per_sample()), samples(4)[0]
     before = len(graphs(Decorated.step))
     for number in range(6):
         trainer.calls += 1
@@ -794,7 +794,7 @@ def test_a_method_that_is_compiled_in_its_class(place: str) -> None:
 
 def test_an_iterator_runs_eagerly() -> None:
     """It gives something else at each call."""
-    model, batches = enn.convert(perceptron()).per_sample(), iter(samples(4) * 3)
+    model, batches = enn.convert(small()).per_sample(), iter(samples(4) * 3)
     step = enn.compile(lambda: classified(model, *next(batches)), backend="eager")
     with pytest.warns(enn.PerSampleWarning, match="it refers to an iterator, a list_iterator, .*next item before"):
         norms = [(model.zero_grad(), step()[1])[1] for _ in range(3)]
@@ -804,7 +804,7 @@ def test_an_iterator_runs_eagerly() -> None:
 
 
 def test_a_large_array_runs_eagerly() -> None:
-    model, (x, y), limits = enn.convert(perceptron()).per_sample(), samples(4)[0], np.ones(100_001)
+    model, (x, y), limits = enn.convert(small()).per_sample(), samples(4)[0], np.ones(100_001)
 
     def step(x: Tensor, y: Tensor) -> Any:
         F.cross_entropy(model(x), y).backward()
@@ -819,7 +819,7 @@ def test_a_large_array_runs_eagerly() -> None:
 
 
 def test_an_iterator_that_the_step_makes() -> None:
-    model, held = enn.convert(perceptron()).per_sample(), Limits()
+    model, held = enn.convert(small()).per_sample(), Limits()
 
     def step(x: Tensor, y: Tensor) -> Any:
         held.limit = held.limit if isinstance(held.limit, Iterator) else itertools.repeat(1.0)  # type: ignore[assignment]
@@ -836,7 +836,7 @@ def test_an_iterator_that_the_step_makes() -> None:
 
 
 def test_what_makes_each_call_another_kind_is_named() -> None:
-    trainer, (x, y) = Decorated(enn.convert(perceptron()).per_sample()), samples(4)[0]
+    trainer, (x, y) = Decorated(enn.convert(small()).per_sample()), samples(4)[0]
     step = enn.compile(trainer.plain, backend="eager")
 
     def call_with_other_limits() -> None:
@@ -897,7 +897,7 @@ def test_numbers_that_a_module_keeps(change: Callable[[Any], Any]) -> None:
 @pytest.mark.parametrize("of_parameter", [False, True], ids=["module", "parameter"])
 @pytest.mark.parametrize("kind", ["method", "object", "partial"])
 def test_numbers_that_a_hook_keeps(kind: str, of_parameter: bool) -> None:
-    model, (x, y), schedule = enn.convert(perceptron()).per_sample(), samples(4)[0], Schedule()
+    model, (x, y), schedule = enn.convert(small()).per_sample(), samples(4)[0], Schedule()
 
     class Hook:
         def __init__(self) -> None:
@@ -940,7 +940,7 @@ def test_a_module_that_the_step_imports(monkeypatch: pytest.MonkeyPatch) -> None
     settings = ModuleType("settings_of_a_test")
     settings.own_limit = 1.0  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, settings.__name__, settings)
-    model, (x, y) = enn.convert(perceptron()).per_sample(), samples(4)[0]
+    model, (x, y) = enn.convert(small()).per_sample(), samples(4)[0]
 
     def limit() -> float:
         from settings_of_a_test import own_limit  # type: ignore[import-not-found]  # noqa: PLC0415
@@ -1023,7 +1023,7 @@ COUNTERS: dict[str, Callable[[], Callable[[], int]]] = {
 @pytest.mark.parametrize("counter", COUNTERS)
 def test_what_the_step_counts_goes_on(counter: str, in_hook: bool) -> None:
     """The comparison with the eager step finds it at the second call."""
-    model, (x, y), add = enn.convert(perceptron()).per_sample(), samples(4)[0], COUNTERS[counter]()
+    model, (x, y), add = enn.convert(small()).per_sample(), samples(4)[0], COUNTERS[counter]()
     CountsInClass.calls = 0
 
     def step(x: Tensor, y: Tensor) -> None:
@@ -1056,7 +1056,7 @@ class Batch:
 
 def test_batches_in_objects_run_eagerly() -> None:
     """The next call may find other tensors in the same object, or the same in another one; none is held."""
-    model = enn.convert(perceptron()).per_sample()
+    model = enn.convert(small()).per_sample()
     compiled = enn.compile(lambda batch: classified(model, batch.x, batch.y), backend="eager")
     batch, held = Batch(*samples(4)[0]), []
     for number in range(4):
@@ -1074,7 +1074,7 @@ def test_batches_in_objects_run_eagerly() -> None:
 
 def test_tensors_that_are_found_by_names_run_eagerly() -> None:
     """A key holds each, so they are let go of after a while."""
-    model, (x, y) = enn.convert(perceptron()).per_sample(), samples(4)[0]
+    model, (x, y) = enn.convert(small()).per_sample(), samples(4)[0]
     found: dict[str, Any] = {}
 
     def step() -> Any:
@@ -1097,7 +1097,7 @@ def test_tensors_that_are_found_by_names_run_eagerly() -> None:
 @pytest.mark.parametrize("other", [lambda old: old.t(), lambda old: old.float(), lambda old: old[:, :1]])
 def test_a_tensor_that_is_found_by_a_name_gets_other_memory(other: Callable[[Tensor], Tensor]) -> None:
     """A compiler's graph would read the new memory as it lay before."""
-    model, (x, y) = enn.convert(perceptron()).per_sample(), samples(4)[0]
+    model, (x, y) = enn.convert(small()).per_sample(), samples(4)[0]
     mixing = torch.randn(3, 3)
 
     def step(x: Tensor, y: Tensor) -> Any:
@@ -1126,7 +1126,7 @@ class Clips:
 
 
 def test_a_step_that_is_an_object() -> None:
-    step, (x, y) = Clips(enn.convert(perceptron()).per_sample()), samples(4)[0]
+    step, (x, y) = Clips(enn.convert(small()).per_sample()), samples(4)[0]
     compiled = enn.compile(step, backend="eager")
     for limit in (1.0, 0.1):
         step.limit = limit
@@ -1167,7 +1167,7 @@ def test_a_global_variable_of_an_attributes_name_is_another_thing(monkeypatch: p
 
 
 def test_attributes_in_another_dict_are_seen() -> None:
-    model, held, (x, y) = enn.convert(perceptron()).per_sample(), Limits(), samples(4)[0]
+    model, held, (x, y) = enn.convert(small()).per_sample(), Limits(), samples(4)[0]
 
     @enn.compile(backend="eager")
     def step(x: Tensor, y: Tensor) -> Any:
@@ -1194,7 +1194,7 @@ class Doubling(TorchFunctionMode):
     [Doubling, partial(saved_tensors_hooks, lambda x: x, lambda x: 2 * x if x.is_floating_point() else x)],
 )
 def test_what_changes_operations_around_a_step_runs_eagerly(surroundings: Callable[[], Any]) -> None:
-    model, (x, y) = enn.convert(perceptron()).per_sample(), samples(4)[0]
+    model, (x, y) = enn.convert(small()).per_sample(), samples(4)[0]
 
     def step(x: Tensor, y: Tensor) -> Any:
         F.cross_entropy(model(x), y).backward()
@@ -1214,7 +1214,7 @@ def test_what_changes_operations_around_a_step_runs_eagerly(surroundings: Callab
 
 def test_an_object_without_an_error_for_unknown_names() -> None:
     """It raises KeyError for an attribute that it lacks."""
-    model, (x, y) = enn.convert(perceptron()).per_sample(), samples(4)[0]
+    model, (x, y) = enn.convert(small()).per_sample(), samples(4)[0]
     held = type("Own", (), {"__getattr__": lambda self, name: {"limit": 1.0}[name]})()
 
     def step(x: Tensor, y: Tensor) -> Any:

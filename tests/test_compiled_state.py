@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import expanded_nn as enn
 from expanded_nn.core import cost
-from test_compiled_step import graphs, perceptron
+from test_compiled_step import graphs, perceptron, small
 
 SCALE = 1.0
 MEAN = torch.zeros(())
@@ -55,11 +55,6 @@ def run(program: Callable[..., Any], wrap: Callable[[Any], Any], make: Callable[
         result = call(number, *batch(number))
         seen.append((result, state_of(model), None if after is None else after(), torch.get_rng_state()))
     return seen
-
-
-def small() -> nn.Module:
-    """Where the model does not matter: a trace takes a third of that of `perceptron`."""
-    return nn.Sequential(nn.Linear(8, 3))
 
 
 def compared(program: Any, match: str | None, make: Callable[[], nn.Module] = small) -> int:

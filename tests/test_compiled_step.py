@@ -136,6 +136,11 @@ def perceptron(**_: Any) -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 3))
 
 
+def small() -> nn.Module:
+    """Where the model does not matter: a trace takes a third of that of `perceptron`."""
+    return nn.Sequential(nn.Linear(8, 3))
+
+
 # --- the table ----------------------------------------------------------------------------------------------------
 
 OF_TABLE = [case for case in CASES if case.has_parameters()]
