@@ -88,7 +88,10 @@ def clip_grad_sample_norms_(
             remedy = "For a bound per sample give the factors: lambda norms: bounds / norms.clamp(min=bounds)."
             refuse_no_positive_number("clip_grad_sample_norms_", argument, limit, wanted, remedy if is_list else "")
     with no_torch_function():  # the rows' own dispatch costs more than the algebra of small models
-        return _clip(model, max_norm, reduction)
+        if not torch.is_inference_mode_enabled():
+            return _clip(model, max_norm, reduction)
+        with torch.inference_mode(False), torch.no_grad():  # training goes on with what it leaves in .grad
+            return _clip(model, max_norm, reduction)
 
 
 def _clip(model: nn.Module, max_norm: MaxNorm | Mapping[str, MaxNorm], reduction: str) -> Tensor | dict[str, Tensor]:
@@ -129,6 +132,15 @@ def _rows_to_clip(
 
     With `adds`, clipping adds to `.grad`, and backwards do not.
     """
+    if any(recorder.store.sets_rows_aside for recorder in recorders):
+        raise complaint(
+            "clip_grad_sample_norms_",
+            "grad_sample has the rows of torch.autograd.grad(..., create_graph=True), and those of the backward before "
+            "it, which .grad is the sum of, are set aside",
+            "the rows of one of them",
+            "Clip before that call. If its rows are meant, clear the gradients of the backward before it: "
+            "model.zero_grad().",
+        )
     held = held_rows(parameters, adds=adds)
     refuse_gradients_without_rows("clip_grad_sample_norms_", parameters, recorders, adds=adds)
     for name, parameter in parameters.items():
@@ -267,7 +279,7 @@ def _set_grad(parameter: Tensor, total: Tensor, *, add: bool) -> None:
 
 def _factors(norms: Tensor, max_norm: MaxNorm) -> Tensor:
     if callable(max_norm):
-        factors = max_norm(norms)
+        factors = max_norm(norms.clone())  # it may change them in place
         factors = factors.detach() if isinstance(factors, Tensor) else factors
         if not isinstance(factors, Tensor) or factors.shape != norms.shape:
             returned = f"shape {tuple(factors.shape)}" if isinstance(factors, Tensor) else f"a {type(factors).__name__}"
@@ -287,6 +299,7 @@ def _factors(norms: Tensor, max_norm: MaxNorm) -> Tensor:
                 "Add to the norm or clamp it, as in 1 / (norms + 0.01) or max_norm / norms.clamp(min=max_norm).",
             )
         return factors
+    max_norm = max_norm.reshape(()) if isinstance(max_norm, Tensor) else max_norm
     return (max_norm / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1.0)
 
 

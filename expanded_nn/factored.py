@@ -28,7 +28,7 @@ from expanded_nn.rows.operations import TABLE
 from expanded_nn.rows.storage import Recycled
 
 Gradient = Callable[..., Tensor]
-SAVED_VERSION = 1  # of what `__reduce_ex__` hands to `rebuilt`
+SAVED_VERSION = 2  # of what `__reduce_ex__` hands to `rebuilt`
 SAVED_KINDS = {kind.__name__: kind for kind in (Dense, Outer, PaddedOuter, Parts, OneHot, SparseOneHot, Patches)}
 
 
@@ -145,15 +145,22 @@ def _to_save(term: Term) -> tuple[Any, ...]:
     """A term as plain data; a factor that is a part of a larger storage is cloned, as a file would hold all of it."""
     factors = [f if f.untyped_storage().nbytes() <= f.numel() * f.itemsize else f.clone() for f in term.factors]
     numbers = astuple(term.geometry) if isinstance(term, Patches) else term.numbers if isinstance(term, Parts) else ()
-    return type(term).__name__, factors, tuple(term.row_shape), term.dtype, term.coefficient, numbers
+    return type(term).__name__, factors, tuple(term.row_shape), term.dtype, term.coefficient, numbers, term.of_gradient
 
 
 def _from_saved(
-    name: str, factors: list[Tensor], row_shape: tuple[int, ...], dtype: torch.dtype, coefficient: float, numbers: Any
+    name: str,
+    factors: list[Tensor],
+    row_shape: tuple[int, ...],
+    dtype: torch.dtype,
+    coefficient: float,
+    numbers: Any,
+    of_gradient: int = 0,  # version 1 has none
 ) -> Term:
     kind = SAVED_KINDS[name]
     options = {"geometry": Geometry(*numbers)} if kind is Patches else {}
     term = kind(factors, row_shape, dtype, coefficient, **options)
+    term.of_gradient = of_gradient
     return term.numbered(numbers) if isinstance(term, Parts) else term
 
 

@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from expanded_nn._errors import complaint
+from expanded_nn.common.modes import without_autocast
 from expanded_nn.common.traced import assume, is_traced
 from expanded_nn.core.kronecker import EigenFactors, KroneckerFactors, damped_inverse
 from expanded_nn.factored import FactoredTensor, as_factored
@@ -25,7 +26,8 @@ def preconditioned(
         divisor = scale / factors.count + damping
         _refuse_not_definite(name, damping, divisor.gt(0).all())
         in_eigenbasis = rows.between(G.t(), A).dense().view(rows.shape[0], *divisor.shape)
-        return as_factored((G @ (in_eigenbasis / divisor) @ A.t()).view(rows.shape))
+        with without_autocast():
+            return as_factored((G @ (in_eigenbasis / divisor) @ A.t()).view(rows.shape))
     return rows.between(*(inverse.to(rows) for inverse in _inverses(name, factors, damping)))
 
 

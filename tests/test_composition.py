@@ -526,6 +526,15 @@ def test_part_of_a_model_switched_off() -> None:
     assert_close(model[3].weight.grad_sample, expected["3.weight"])
 
 
+def test_a_shallow_copy_leaves_the_rows() -> None:
+    model = on(net())
+    total_loss(model, batch()).backward()
+    copied = copy.copy(model)
+    assert copied[0].weight is model[0].weight
+    assert_close_rows(rows_of(model), loop(net(), batch(), SAMPLES))
+    enn.clip_grad_sample_norms_(model, 1.0)
+
+
 def test_a_part_of_a_computed_weight_that_is_frozen_after_the_forward() -> None:
     module = parametrizations.weight_norm(nn.Linear(4, 3))
     model, expected = on(module), loop(module, batch(), SAMPLES)

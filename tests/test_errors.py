@@ -2155,6 +2155,16 @@ def reading_samples_that_are_not_done() -> None:
     store_of_two()[0].read([0, 2, 1, 7])
 
 
+@refused(
+    r"^clip_grad_sample_norms_: grad_sample has the rows of torch\.autograd\.grad.*Clip before that call\. If its rows"
+)
+def clipping_beside_a_derivative() -> None:
+    model = on(nn.Linear(4, 4))
+    model(torch.randn(SAMPLES, 4)).sum().backward()
+    torch.autograd.grad(model(torch.randn(2, 4)).sum(), list(model.parameters()), create_graph=True)
+    enn.clip_grad_sample_norms_(model, 1.0)
+
+
 @refused(r"^clip_grad_sample_norms_: no trainable parameter has per-sample gradients; .*Clip after backward and before")
 def clipping_twice() -> None:
     model = on(nn.Linear(4, 4)).per_sample(accumulate_grad=False)

@@ -73,6 +73,18 @@ class Stacked(nn.Module):
         return F.linear(F.silu(gate) * up, self.down[expert])
 
 
+class Viewed(nn.Module):
+    """Weights that are matrices only in their use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.empty(E, 12 * D)), nn.Parameter(torch.empty(E, D, 3, 2))
+
+    def of(self, expert: Any, x: Tensor) -> Tensor:
+        gate, up = F.linear(x, self.up[expert].view(12, D)).chunk(2, dim=-1)
+        return F.linear(F.silu(gate) * up, self.down[expert].flatten(1))
+
+
 class WithBiases(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -166,7 +178,7 @@ def calls(samples: int = B, positions: int = T, number: int = 3) -> list[Call]:
     return [Call((values(samples, positions, D, seed=seed),)) for seed in range(number)]
 
 
-KINDS = [Layers, Stacked, WithBiases, WithNorms]
+KINDS = [Layers, Stacked, Viewed, WithBiases, WithNorms]
 
 
 @pytest.mark.parametrize("kind", KINDS)

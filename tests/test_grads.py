@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import expanded_nn as enn
@@ -237,6 +238,106 @@ def test_clipping_by_layer(reduction: str) -> None:
         for name in names:
             clipped = torch.tensordot(factors, rows[name], 1)
             torch.testing.assert_close(model.get_parameter(name).grad, clipped, rtol=1e-9, atol=1e-12)
+
+
+def moments(rows: Any) -> tuple[Tensor, Tensor]:
+    A, G, _ = enn.PerSampleGrads({"w": rows}).kronecker()["w"]
+    return A, G
+
+
+@pytest.mark.parametrize("sides", [(3, 50), (50, 3)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_kronecker_factors_of_rows_times_a_tensor(sides: tuple[int, int], transposed: bool) -> None:
+    """As a GradScaler's scale is: it belongs to the gradient, whichever factor is the smaller one."""
+
+    class Map(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(*sides) if transposed else torch.randn(*sides).t().contiguous())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.weight.t() if transposed else self.weight)
+
+    model = enn.convert(Map()).per_sample(keep_factors=True)
+    model(torch.randn(BATCH, 2, sides[0])).sin().sum((1, 2)).mean().backward()
+    rows = model.weight.grad_sample
+    expected = moments(rows * 3.0)
+    for scaled in (rows * torch.tensor(3.0), rows / torch.tensor(1 / 3), rows * torch.full((BATCH, 1, 1), 3.0)):
+        torch.testing.assert_close(moments(scaled), expected)
+    torch.testing.assert_close(moments(pickle.loads(pickle.dumps(3.0 * rows))), expected)
+
+
+@pytest.mark.parametrize("kind", ["transposed convolution", "tied autoencoder"])
+def test_kronecker_factors_are_those_of_a_sum_of_losses(kind: str) -> None:
+    """A mean over the samples scales the gradients alone, and is taken out of them."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(5, 8) / 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(F.linear(x, self.weight).tanh(), self.weight.t())
+
+    module = Tied() if kind == "tied autoencoder" else nn.ConvTranspose2d(2, 3, 2)
+    x, found = torch.randn(4, 2, 8) if kind == "tied autoencoder" else torch.randn(4, 2, 3, 3), []
+    for reduction in ("sum", "mean"):
+        model = enn.convert(module).per_sample(loss_reduction=reduction, keep_factors=True)
+        losses = model(x).square().flatten(1).sum(1)
+        getattr(losses, reduction)().backward()
+        found.append([*enn.per_sample_grads(model).kronecker()["weight"]])
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_a_weighted_sum_with_another_number_of_weights(case: tuple[nn.Module, Tensor, Tensor]) -> None:
+    rows = enn.convert(nn.Linear(200, 200)).per_sample()
+    rows(torch.randn(5, 200)).sin().sum(1).mean().backward()
+    with pytest.raises(RuntimeError, match=r"does not broadcast|size"):
+        torch.einsum("b,b...->...", torch.ones(7), rows.weight.grad_sample)
+
+
+def test_a_function_of_the_norms_that_changes_them_in_place() -> None:
+    model = enn.convert(nn.Linear(4, 3)).per_sample()
+    backward(model, torch.randn(BATCH, 4))
+    expected = flat(dense(model)).norm(dim=1)
+    norms = enn.clip_grad_sample_norms_(model, lambda norms: norms.clamp_(min=1e-3).reciprocal_())
+    torch.testing.assert_close(norms, expected)
+
+
+@pytest.mark.small_rows
+def test_in_inference_mode() -> None:
+    """As in a hook of a trainer that clips or logs; training goes on with what clipping leaves."""
+    model = enn.convert(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 200))).per_sample()
+    backward(model, x := torch.randn(BATCH, 4))
+    expected = flat(dense(model)).norm(dim=1)
+    with torch.inference_mode():
+        torch.testing.assert_close(enn.per_sample_grads(model).norms(), expected)
+        torch.testing.assert_close(enn.clip_grad_sample_norms_(model, torch.ones(1, 1)), expected)
+    assert not any(parameter.grad.is_inference() for parameter in model.parameters())
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    model.zero_grad()
+    backward(model, x)
+
+
+def test_a_kernel_with_channels_last_that_is_also_a_matrix() -> None:
+    """The sums of the two kinds of rows lie in memory in other orders."""
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(16, 8, 3, 3) / 9)
+
+        def forward(self, x: Tensor, h: Tensor) -> Tensor:
+            return F.linear(h, self.weight.flatten(1)).mean(1) + F.conv2d(x, self.weight, padding=1).mean((2, 3))
+
+    x, h, module = torch.randn(4, 8, 9, 9), torch.randn(4, 2, 72), Both()
+    rows = []
+    for given in (x, x.to(memory_format=torch.channels_last)):
+        model = enn.convert(module).per_sample(keep_factors=True)
+        model(given, h).sin().sum(1).mean().backward()
+        rows.append(model.weight.grad_sample)
+        torch.testing.assert_close(model.weight.grad, rows[-1].mean(0))
+    torch.testing.assert_close(rows[0].clone() * 1, rows[1].clone() * 1)
 
 
 def test_a_group_of_clipping_without_parameters() -> None:

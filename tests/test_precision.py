@@ -210,6 +210,24 @@ def test_words_repeated_often_add_up_no_worse_than_in_torch(dtype: torch.dtype) 
 # --- autocast around the use of the rows ------------------------------------------------------------------------
 
 
+def test_autocast_does_not_reach_rows_of_several_positions() -> None:
+    model = enn.convert(nn.Linear(30, 20, bias=False, dtype=torch.float32)).per_sample(keep_factors=True)
+    x = torch.randn(3, 4, 30, dtype=torch.float32)
+    model(x).sin().sum((1, 2)).mean().backward()
+    grads = enn.per_sample_grads(model)
+
+    def everything() -> list[Tensor]:
+        preconditioned = grads.precondition(grads.ekfac(grads.kronecker()), damping=0.1)
+        return [grads.flatten(), *grads.var().values(), preconditioned.norms()]
+
+    outside = everything()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = everything()
+    for one, other in zip(inside, outside, strict=True):
+        assert one.dtype == torch.float32
+        assert relative_error(one, other.double()) <= 8 * SINGLE
+
+
 @pytest.mark.parametrize("kind", ["outer", "dense", "patches", "one_hot"])
 def test_autocast_does_not_reach_the_algebra(kind: str) -> None:
     model, _ = stepped(kind, torch.float32, 1.3, 0.7)

@@ -80,7 +80,7 @@ def weighted_sum(
             if total is None:
                 total = term.weighted_sum(block_weights)
             else:  # of tied embeddings each sum is as large as the weight
-                total = term.add_weighted_sum(total.view(term.row_shape), block_weights)
+                total = term.add_weighted_sum(total.reshape(term.row_shape), block_weights)
     return kind.zeros(*kind.row_shape) if total is None else total.reshape(kind.row_shape)
 
 
@@ -131,7 +131,8 @@ def merged(terms: Sequence[Term]) -> tuple[Term, ...]:
 
 
 def _is_alike(term: Term, other: Term) -> bool:
-    return type(term) is type(other) and term.row_shape == other.row_shape and term.dtype == other.dtype
+    is_same = type(term) is type(other) and term.of_gradient == other.of_gradient
+    return is_same and term.row_shape == other.row_shape and term.dtype == other.dtype
 
 
 def _joined(group: list[Term]) -> list[Term]:
@@ -146,7 +147,7 @@ def _joined(group: list[Term]) -> list[Term]:
         return [Dense.of(total)]
     if isinstance(first, Outer | OneHot):
         alike = all(term.coefficient == first.coefficient for term in group)
-        factors = [term.unscaled() if alike else term.weighted() for term in group]
+        factors = [term.unscaled() if alike else term.absorbed() for term in group]
         joined = [torch.cat(parts, 1) for parts in zip(*factors, strict=True)]
         return [first.remake(joined, first.coefficient if alike else 1.0, first.dtype)]
     return group

@@ -193,13 +193,19 @@ def factors(
         if isinstance(term, Patches):
             _add_patches(term.to(dtype), counts, total)
         elif isinstance(term, Outer):
-            scales = [1.0, 1.0]
-            scales[term.of_gradient] = term.coefficient**2
-            for side, factor, scale in zip((total._outputs, total._inputs), term.factors, scales, strict=True):
+            sides_of = zip((total._outputs, total._inputs), term.factors, _scales(term), strict=True)
+            for side, factor, scale in sides_of:
                 side.add(_in_order(_masked(factor, counts)), scale, may_wait=may_wait)
         # not in place: a tensor may be an argument of a traced step
         total.count = total.count + (term.batch * term.positions if counts is None else cast(Any, counts.sum()))
     return total
+
+
+def _scales(term: Term) -> list[float]:
+    """What multiplies the second moment of each factor: that of the gradient is scaled as the rows are."""
+    scales = [1.0, 1.0]
+    scales[term.of_gradient] = term.coefficient**2
+    return scales
 
 
 def _masked(
@@ -219,16 +225,17 @@ def _in_order(
 def _add_patches(term: Patches, mask: Tensor | None, total: KroneckerFactors) -> None:
     """Adds those of a convolution, whose groups are linear maps: to `A` their mean, to `G` a block for each."""
     groups, (A, G, _), first = term.geometry.groups, total, 0
+    scales = _scales(term)
     for chunk in term.chunks(prod(term.row_shape[1:]) * term.positions * groups):
         g, columns = as_linear(chunk).unscaled()  # (B * groups, T, out / groups), (B * groups, T, in * kernel)
         if mask is not None:
             own = mask[first : first + chunk.batch].repeat_interleave(groups, 0)
             g, columns, first = _masked(g, own), _masked(columns, own), first + chunk.batch
-        _add_product(A, columns.flatten(0, 1), 1 / groups)
+        _add_product(A, columns.flatten(0, 1), scales[1] / groups)
         size = len(G) // groups
         for group in range(groups):
             channels = slice(group * size, (group + 1) * size)
-            _add_product(G[channels, channels], g[group::groups].flatten(0, 1), term.coefficient**2)
+            _add_product(G[channels, channels], g[group::groups].flatten(0, 1), scales[0])
 
 
 def _add_product(

@@ -50,8 +50,11 @@ class Patches(Term):
         row_shape: Sequence[int],
         geometry: Geometry,
         dtype: torch.dtype,
+        of_gradient: int = 0,
     ) -> Patches:
-        return cls((g, x), row_shape, dtype, geometry=geometry)
+        term = cls((g, x), row_shape, dtype, geometry=geometry)
+        term.of_gradient = of_gradient
+        return term
 
     def dense(self, out: Tensor | None = None) -> Tensor:
         if self._is_empty:

@@ -72,7 +72,13 @@ class Term(ABC):
         row_shape: The shape of one row.
         dtype: The rows' dtype, to which factors are cast when used.
         coefficient: A number that multiplies all rows.
+
+    Attributes:
+        of_gradient: Which factor is the output's gradient, and scaled as rows are; the second one after a
+            transposition.
     """
+
+    of_gradient = 0
 
     def __init__(
         self, factors: Sequence[Tensor], row_shape: Sequence[int], dtype: torch.dtype, coefficient: float = 1.0
@@ -171,7 +177,7 @@ class Term(ABC):
         """All rows times a number, or each row times its own number, `(B,)`."""
         if not isinstance(factor, Tensor):
             return self._with(coefficient=self.coefficient * factor)
-        return self.remake(_weighted(self.factors, factor, self.dtype), self.coefficient, self.dtype)
+        return self.remake(_weighted(self.factors, factor, self.dtype, self.of_gradient), self.coefficient, self.dtype)
 
     def map(self: T, choose: Callable[[Tensor], Tensor]) -> T:
         """The term of the rows that `choose` takes of any tensor `(B, ...)`."""
@@ -201,19 +207,27 @@ class Term(ABC):
         numbers = self.coefficient if weights is None else weights.to(_wide(self.dtype)) * self.coefficient
         return _weighted(self.unscaled(), numbers, self.dtype)
 
+    def absorbed(self) -> tuple[Tensor, ...]:
+        """The factors in the rows' dtype; that of the gradient is multiplied by the coefficient."""
+        return _weighted(self.unscaled(), self.coefficient, self.dtype, self.of_gradient)
+
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype to multiply and add in, before the results become rows of `dtype`: float32 at the least."""
     return torch.promote_types(dtype, torch.float32)
 
 
-def _weighted(factors: Sequence[Tensor], numbers: float | Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """The factors of rows times a number, or times each row's own, `(B,)`; the smallest factor is multiplied.
+def _weighted(
+    factors: Sequence[Tensor], numbers: float | Tensor, dtype: torch.dtype, index: int | None = None
+) -> tuple[Tensor, ...]:
+    """The factors of rows times a number, or times each row's own, `(B,)`.
 
-    In float16 the first is, the gradient: it is small enough to be multiplied by B, an input may not be.
+    One factor is multiplied: that with an index, or else the smallest. In float16 it is the first in place of that,
+    the gradient: it is small enough to be multiplied by B, an input may not be.
     """
-    index = 0
-    if dtype != torch.float16:
+    if index is None and dtype == torch.float16:
+        index = 0
+    elif index is None:
         candidates = (i for i, factor in enumerate(factors) if factor.is_floating_point() or factor.is_complex())
         index = min(candidates, key=lambda i: factors[i].numel())
     factor = factors[index].to(dtype)
@@ -281,13 +295,7 @@ def outer_products(
 
 
 class Outer(Term):
-    """`sum_t g[b,t,:] (x) a[b,t,:]` with `g (B, T, out)` and `a (B, T, in)`: rows `(B, out, in)`.
-
-    Attributes:
-        of_gradient: Which of the two factors is the output's gradient; the second one after a transposition.
-    """
-
-    of_gradient = 0
+    """`sum_t g[b,t,:] (x) a[b,t,:]` with `g (B, T, out)` and `a (B, T, in)`: rows `(B, out, in)`."""
 
     @classmethod
     def of(

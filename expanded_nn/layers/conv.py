@@ -32,6 +32,8 @@ def patch_rows(
     row_shape: tuple[int, ...],
     dtype: torch.dtype,
     geometry: Geometry,
+    *,
+    transposed: bool = False,  # `g` is the layer's input, and `x` the gradient of its output
 ) -> Tensor:  # (B, *row_shape)
     """The rows of a convolution's weight, factored."""
     excess = geometry.excess(x.shape[2:], row_shape[2:], g.shape[2:])
@@ -48,7 +50,10 @@ def patch_rows(
     def of_x(grad: Tensor, g: Tensor, x: Tensor) -> Tensor:
         return _input_gradient(g, x, cast_shared(grad, g.dtype), geometry, transposed=False)
 
-    return from_factors(lambda g, x: Patches.of(g, x, row_shape, geometry, dtype), (g, x), (of_g, of_x))
+    def term(g: Tensor, x: Tensor) -> Patches:
+        return Patches.of(g, x, row_shape, geometry, dtype, of_gradient=int(transposed))
+
+    return from_factors(term, (g, x), (of_g, of_x))
 
 
 class _Convolution(torch.autograd.Function):
@@ -83,7 +88,8 @@ class _Convolution(torch.autograd.Function):
                 grad_x = aten.convolution_backward(*tensors, *arguments, (True, False, False))[0].to(dtype)
         if ctx.needs_input_grad[1]:
             factors: tuple[Tensor, Tensor] = (x, g) if transposed else (g, x)  # as `Patches` has them
-            grad_weight = patch_rows(*factors, tuple(weight.shape[1:]), weight.dtype, geometry)
+            shape = tuple(weight.shape[1:])
+            grad_weight = patch_rows(*factors, shape, weight.dtype, geometry, transposed=transposed)
         if ctx.needs_input_grad[2]:
             grad_bias = g.sum(tuple(range(2, g.dim())), dtype=ctx.bias_dtype)
         return grad_x, grad_weight, grad_bias, None, None

@@ -182,7 +182,8 @@ class PerSampleModule(nn.Module):
     def _join_recorder(self) -> None:
         """Makes a copy known to its recorder, which was copied with it."""
         if self._recorder is not None:
-            _prepare(self.parameters())  # those in a ParameterList within, too
+            known = self._recorder.leaves  # of a shallow copy, whose parameters are the model's own
+            _prepare(p for p in self.parameters() if known.get(p) is None)  # those in a ParameterList within, too
             self._recorder.adopt(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

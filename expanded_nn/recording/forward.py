@@ -203,7 +203,9 @@ class Forward:
         told, arguments = self.recorder.settings.batch_size, list(tensors(self.inputs))
         shapes = [tuple(x.shape) for x in arguments if isinstance(x, Tensor) and x.dim() and not x.is_nested]
         are_known = all(isinstance(x, Tensor) and not x.is_nested for x in arguments)
-        if told and shapes and are_known and not any(size % told == 0 for shape in shapes for size in shape):
+        sizes = {size for shape in shapes for size in shape}
+        sizes |= {shape[0] - 1 for shape in shapes if len(shape) == 1}  # offsets of bags are one more
+        if told and shapes and are_known and not any(size % told == 0 for size in sizes):
             raise complaint(
                 self.recorder.name_of(self.module),
                 f"per_sample(batch_size={told}) has said that there are {told} samples, and its arguments have shapes "

@@ -196,6 +196,11 @@ class Store:
             else:
                 leaf.publish_again(published.get(leaf, NO_ROWS))
 
+    @property
+    def sets_rows_aside(self) -> bool:
+        """Whether there are rows of a backward behind those of a `torch.autograd.grad`."""
+        return self.suspended is not None and any(self.suspended[0].values())
+
     def drop_every_pass(self) -> None:
         """Drops all rows, suspended ones as well."""
         self.held, self.suspended = {}, None

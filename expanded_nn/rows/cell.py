@@ -14,6 +14,11 @@ from expanded_nn.core.terms import Dense, Term
 from expanded_nn.rows.storage import Recycled
 
 
+def _version_of(tensor: Tensor) -> int:
+    """How often a tensor was changed in place; tensors of `torch.inference_mode` do not count that."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 class Guarded(NamedTuple):
     """A term, and the tensors that it was made of, each with its version then.
 
@@ -27,12 +32,12 @@ class Guarded(NamedTuple):
     @classmethod
     def of(cls, term: Term) -> Guarded:
         """Guards a term against changes from here on."""
-        return cls(term, tuple((factor, factor._version) for factor in term.factors))
+        return cls(term, tuple((factor, _version_of(factor)) for factor in term.factors))
 
     def check(self) -> None:
         """Raises if a factor was changed in place since the term was made."""
         for factor, version in self.guards:
-            if factor._version != version:
+            if _version_of(factor) != version:
                 raise complaint(
                     "grad_sample",
                     "a tensor that a factored gradient, or a snapshot by per_sample_grads, still needs (a layer's "

@@ -186,7 +186,12 @@ class Rows(Tensor):
 
     def chunks(self) -> Iterator[Tensor]:
         """The dense rows in groups of bounded size, none of them kept."""
-        for rows in algebra.chunks(self._unchanged(), self._cell.kind):
+        chunks = algebra.chunks(self._unchanged(), self._cell.kind)
+        while True:
+            with without_autocast():  # not around what is done with them
+                rows = next(chunks, None)
+            if rows is None:
+                return
             yield rows.reshape(rows.shape[0], *self.shape[1:])
 
     @property

@@ -29,7 +29,9 @@ def _broadcasts_by_row(rows: Rows, factor: Any) -> Tensor | float | None:
     if isinstance(factor, Rows) or torch.result_type(_one(rows.dtype), factor) != rows.dtype:
         return None
     if factor.numel() == 1 and factor.dim() <= rows.dim():
-        return factor.reshape(1).expand(rows.shape[0])
+        # without dimensions it may be on the CPU, as with dense rows
+        number: Tensor = factor.to(rows.device) if factor.dim() == 0 else factor
+        return number.reshape(1).expand(rows.shape[0])
     if factor.shape == (rows.shape[0], *[1] * (rows.dim() - 1)):
         return factor.reshape(-1)
     return None
@@ -217,6 +219,7 @@ def _einsum(equation: str, *operands: Any) -> Any:
     if not isinstance(rows, Rows) or isinstance(weights, Rows) or weights.dim() != 1 or weights.dtype != rows.dtype:
         return NotImplemented
     fits = row == "..." or len(set(row)) == len(row) == rows.dim() - 1
+    fits = fits and weights.shape[0] == rows.shape[0]
     is_in_order = output == row if arrow else row in ("...", "".join(sorted(row)))
     return rows.weighted_sum(weights) if fits and is_in_order else NotImplemented
 

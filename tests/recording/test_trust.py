@@ -832,6 +832,10 @@ def test_clipping_what_torch_autograd_grad_has_left_makes_it_the_rows_held() -> 
     model, x = on(nn.Linear(D, 2)), values()
     model(2 * x).sum().backward()
     torch.autograd.grad(model(x).sum(), list(model.parameters()), create_graph=True)
+    with pytest.raises(enn.PerSampleError, match=r"those of the backward before it, .* are set aside"):
+        enn.clip_grad_sample_norms_(model, 1e9)  # it would throw the batch of training away
+    model.zero_grad()
+    torch.autograd.grad(model(x).sum(), list(model.parameters()), create_graph=True)
     enn.clip_grad_sample_norms_(model, 1e9)
     model(3 * x[:2]).sum().backward()
     assert_close(model.weight.grad_sample, torch.cat([x, 3 * x[:2]])[:, None].expand(-1, 2, -1))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -192,9 +192,10 @@ class _Parts(torch.autograd.Function):
 
 
 def _outer(part: Tensor) -> Outer | None:
-    """The only term of rows, if it is an outer product."""
+    """The only term of rows, if it is an outer product in their shape, and not that of a view."""
     terms = part.terms() if isinstance(part, FactoredTensor) and not part.requires_grad else ()
-    return terms[0] if len(terms) == 1 and isinstance(terms[0], Outer) else None
+    is_outer = len(terms) == 1 and isinstance(terms[0], Outer) and terms[0].row_shape == tuple(part.shape[1:])
+    return cast(Outer, terms[0]) if is_outer else None
 
 
 def _write(part: Tensor | None, place: Tensor) -> None:
