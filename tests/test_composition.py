@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -524,6 +525,16 @@ def test_part_of_a_model_switched_off() -> None:
     assert model[0].weight.grad_sample is None
     assert_close(model[0].weight.grad, expected["0.weight"].sum(0))
     assert_close(model[3].weight.grad_sample, expected["3.weight"])
+
+
+def test_bags_by_offsets_beside_the_number_of_samples() -> None:
+    """With the last offset there is one more than there are bags."""
+    module = nn.EmbeddingBag(9, 4, mode="sum", include_last_offset=True)
+    model = on(module, batch_size=3)
+    words, offsets = torch.tensor([1, 2, 3, 4, 5, 6, 7, 8]), torch.tensor([0, 3, 4, 8])
+    model(words, offsets).sum().backward()
+    expected = torch.stack([F.one_hot(words[a:b], 9).sum(0) for a, b in pairwise(offsets)])
+    assert_close(model.weight.grad_sample, expected[..., None].expand(3, 9, 4).to(torch.float64))
 
 
 def test_a_shallow_copy_leaves_the_rows() -> None:

@@ -204,7 +204,9 @@ class Forward:
         shapes = [tuple(x.shape) for x in arguments if isinstance(x, Tensor) and x.dim() and not x.is_nested]
         are_known = all(isinstance(x, Tensor) and not x.is_nested for x in arguments)
         sizes = {size for shape in shapes for size in shape}
-        sizes |= {shape[0] - 1 for shape in shapes if len(shape) == 1}  # offsets of bags are one more
+        indices = [x for x in arguments if isinstance(x, Tensor) and x.dim() == 1 and x.dtype == torch.int64]
+        if len(indices) > 1:  # of bags, whose offsets may be one more than the bags
+            sizes |= {len(x) - 1 for x in indices if len(x) > 1}
         if told and shapes and are_known and not any(size % told == 0 for size in sizes):
             raise complaint(
                 self.recorder.name_of(self.module),
