@@ -401,7 +401,7 @@ def test_a_file_of_a_newer_version(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr("expanded_nn.factored.SAVED_VERSION", 7)
         torch.save(FactoredTensor.of(outer(2)), file)
     file.seek(0)
-    with pytest.raises(PerSampleError, match=r"torch.load: .* in version 7 of the format; wanted 1 at most. Update"):
+    with pytest.raises(PerSampleError, match=r"torch.load: .* in version 7 of the format; wanted 2 at most. Update"):
         torch.load(file)
 
 
