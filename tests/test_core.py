@@ -182,6 +182,7 @@ LAWS: dict[str, tuple[Callable[[Term], Tensor], Callable[[Tensor, Term], Tensor]
     "remake": (lambda t: t.remake(t.factors, 2.0, t.dtype).dense(), lambda rows, t: rows * 2 / t.coefficient),
     "unscaled": (lambda t: t.remake(t.unscaled(), 1.0, t.dtype).dense(), lambda rows, t: rows / t.coefficient),
     "weighted": (lambda t: t.remake(t.weighted(), 1.0, t.dtype).dense(), lambda rows, t: rows),
+    "absorbed": (lambda t: t.remake(t.absorbed(), 1.0, t.dtype).dense(), lambda rows, t: rows),
     "algebra.merged": (
         lambda t: sum(part.dense() for part in algebra.merged([t, t.scaled(3.0)])),
         lambda rows, t: 4 * rows,

@@ -91,5 +91,8 @@ class Parts(Term):
         pairs = [part.weighted(factor) for _, part in self.outers()]
         return self.remake([one for pair in pairs for one in pair], 1.0, self.dtype)
 
+    def absorbed(self) -> tuple[Tensor, ...]:
+        return tuple(factor for _, part in self.outers() for factor in part.absorbed())
+
     def weighted(self, weights: Tensor | None = None) -> tuple[Tensor, ...]:
         return tuple(factor for _, part in self.outers() for factor in part.weighted(weights))
