@@ -242,8 +242,10 @@ def _norms(parts: list[Part], groups: Mapping[str, str], limits: Iterable[str]) 
     norms = {}
     for key in limits:
         chosen = [i for i, group in enumerate(group_of_part) if group == key]
-        of_group = lengths([squares[i] for i in chosen], [parts[i] for i in chosen])
-        norms[key] = of_group if chosen else torch.zeros_like(squares[0])
+        if chosen:
+            norms[key] = lengths([squares[i] for i in chosen], [parts[i] for i in chosen])
+        else:
+            norms[key] = torch.zeros_like(squares[0])
     return norms
 
 

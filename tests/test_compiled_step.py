@@ -8,6 +8,8 @@ import copy
 import functools
 import linecache
 import random
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -666,6 +668,22 @@ def test_random_numbers_of_others_run_eagerly(draw: Callable[[], float]) -> None
             with pytest.warns(enn.PerSampleWarning, match="Python or NumPy") if warns else nullcontext():
                 results.append(run(x, y))
         torch.testing.assert_close(*results)
+
+
+def test_a_line_that_no_file_has() -> None:
+    """As of `python -c`, in a program without any other code of the user's."""
+    code = """if True:
+        import torch, expanded_nn as enn
+        model = enn.convert(torch.nn.Linear(3, 2)).per_sample()
+        @enn.compile(backend="eager")
+        def step(x):
+            if model(x).sum() > 0:
+                pass
+        step(torch.randn(4, 3))
+        step(torch.randn(4, 3))
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "the step reads a value of a tensor in code without a file; wanted" in done.stderr
 
 
 SCALES = dict.fromkeys(range(20), 0.5) | {4: 2.0, 6: 3.0}

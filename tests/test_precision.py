@@ -210,6 +210,15 @@ def test_words_repeated_often_add_up_no_worse_than_in_torch(dtype: torch.dtype) 
 # --- autocast around the use of the rows ------------------------------------------------------------------------
 
 
+def assert_same_under_autocast(everything: Callable[[], list[Tensor]], tolerance: float) -> None:
+    outside = everything()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = everything()
+    for one, other in zip(inside, outside, strict=True):
+        assert one.dtype == torch.float32
+        assert relative_error(one, other.double()) <= tolerance
+
+
 def test_autocast_does_not_reach_rows_of_several_positions() -> None:
     model = enn.convert(nn.Linear(30, 20, bias=False, dtype=torch.float32)).per_sample(keep_factors=True)
     x = torch.randn(3, 4, 30, dtype=torch.float32)
@@ -220,12 +229,7 @@ def test_autocast_does_not_reach_rows_of_several_positions() -> None:
         preconditioned = grads.precondition(grads.ekfac(grads.kronecker()), damping=0.1)
         return [grads.flatten(), *grads.var().values(), preconditioned.norms()]
 
-    outside = everything()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        inside = everything()
-    for one, other in zip(inside, outside, strict=True):
-        assert one.dtype == torch.float32
-        assert relative_error(one, other.double()) <= 8 * SINGLE
+    assert_same_under_autocast(everything, 8 * SINGLE)
 
 
 @pytest.mark.parametrize("kind", ["outer", "dense", "patches", "one_hot"])
@@ -244,12 +248,7 @@ def test_autocast_does_not_reach_the_algebra(kind: str) -> None:
             grads.flatten(),
         ]
 
-    outside = everything()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        inside = everything()
-    for one, other in zip(inside, outside, strict=True):
-        assert one.dtype == torch.float32
-        assert relative_error(one, other.double()) <= 4 * SINGLE
+    assert_same_under_autocast(everything, 4 * SINGLE)
 
 
 # --- cancellation -----------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from expanded_nn._errors import LIBRARIES, NOT_THE_USERS
+from expanded_nn._errors import LIBRARIES, MADE_BY_LIBRARIES, NOT_THE_USERS
 from expanded_nn.common.bytecode import (
     codes_in,
     computes_keys,
@@ -29,13 +29,7 @@ from expanded_nn.compiling.called import Ran
 from expanded_nn.compiling.seen import Seen
 
 PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), range, torch.dtype, torch.device})
-_MADE_BY_LIBRARIES = (
-    "<frozen ",
-    "<attrs ",
-    "<__array_function__ ",
-    "<eval_with_key>",
-)  # not "<stdin>", nor a cell of IPython
-_NOT_THE_USERS = *NOT_THE_USERS, *_MADE_BY_LIBRARIES
+_NOT_THE_USERS = *NOT_THE_USERS, *MADE_BY_LIBRARIES
 
 _OF_ANY_MODULE = {*vars(nn.Module()), *OWN_STATE}
 _GETTERS: Any = attrgetter | itemgetter | methodcaller

@@ -31,7 +31,7 @@ _NOTHING = object()
 _ARRAYS: Any = bytearray | array
 NUMBERS_OF_C: Any = ctypes.c_int.__mro__[-2]  # the class of all that is laid out as in C
 MOST_IN_LIST = 10_000  # the items of a longer list are not looked into
-_OURS = __name__.partition(".")[0]
+_LEFT_ALONE = __name__.partition(".")[0], "threading"  # ours, and the locks and events that other threads use
 _SUMS = KroneckerFactors, SecondMoment
 WAITING = "_waiting"  # the attribute with what is to be added to them, which is memory that is used again
 
@@ -85,9 +85,7 @@ class State:
             elif isinstance(value, CACHED):
                 left += results_of(value)
             elif isinstance(value, ContextVar):
-                variable = _InContext(value)
-                self.kept.append((variable, dict(variable.items())))
-                left += dict(variable.items()).values()
+                left += self._keep(_InContext(value))
             elif isinstance(value, partial):
                 left += [value.func, value.args, value.keywords]
             elif isinstance(value, MethodType | BuiltinMethodType):
@@ -98,20 +96,16 @@ class State:
                 left += gc.get_referents(value)
             elif has_numbers(value):
                 if getattr(value, "nbytes", 0) <= 8 * MOST:
-                    numbers = _Numbers(value)
-                    self.kept.append((numbers, dict(numbers.items())))
+                    self._keep(_Numbers(value))
             elif isinstance(value, nn.Module) or cls in _SUMS:
-                left += [cls, self._attributes_of(value)] if hasattr(value, "__dict__") else [cls]
-            elif cls.__module__.partition(".")[0] not in (
-                _OURS,
-                "threading",
-            ):  # whose locks and events other threads use
+                left += [cls, *([self._attributes_of(value)] if hasattr(value, "__dict__") else ())]
+                left += self._kept_attributes(value, slots_of(cls))
+            elif cls.__module__.partition(".")[0] not in _LEFT_ALONE:
                 left.append(cls)
                 if hasattr(value, "__dict__"):
                     found = _Found(value, may_find(cls))
                     self.of_owners.add(id(found))
-                    self.kept.append((found, dict(found.items())))
-                    left += dict(found.items()).values()
+                    left += self._keep(found)
                 left += self._kept_attributes(value, [*filter(may_find(cls), slots_of(cls))])
 
     def _attributes_of(self, owner: Any) -> dict[str, Any]:
@@ -119,13 +113,16 @@ class State:
         self.of_owners.add(id(attributes))
         return attributes
 
+    def _keep(self, view: Any) -> Iterable[Any]:
+        """Keeps what a view shows as a dict; returns the values."""
+        before = dict(view.items())
+        self.kept.append((view, before))
+        return before.values()
+
     def _kept_attributes(self, owner: Any, names: list[str]) -> Iterable[Any]:
         """Keeps attributes of a class, or those for which an object has slots; returns their values."""
         attributes = _Attributes(owner, names)
-        before = dict(attributes.items())
-        if before:
-            self.kept.append((attributes, before))
-        return before.values()
+        return self._keep(attributes) if attributes.items() else ()
 
     def set_to_tensor(self) -> str | None:
         """The first attribute or item that is a tensor of a trace now, in words; `None` without one.

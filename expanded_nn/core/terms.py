@@ -225,11 +225,9 @@ def _weighted(
     One factor is multiplied: that with an index, or else the smallest. In float16 it is the first in place of that,
     the gradient: it is small enough to be multiplied by B, an input may not be.
     """
-    if index is None and dtype == torch.float16:
-        index = 0
-    elif index is None:
-        candidates = (i for i, factor in enumerate(factors) if factor.is_floating_point() or factor.is_complex())
-        index = min(candidates, key=lambda i: factors[i].numel())
+    if index is None:
+        candidates = [i for i, factor in enumerate(factors) if factor.is_floating_point() or factor.is_complex()]
+        index = 0 if dtype == torch.float16 else min(candidates, key=lambda i: factors[i].numel())
     factor = factors[index].to(dtype)
     if isinstance(numbers, Tensor):
         numbers = numbers.to(_wide(dtype)).reshape(-1, *[1] * (factor.dim() - 1))

@@ -11,12 +11,10 @@ from typing import Any
 
 from torch.utils import checkpoint
 
-from expanded_nn._errors import LIBRARIES
+from expanded_nn._errors import LIBRARIES, MADE_BY_LIBRARIES
 
 # between a call and those who look at it
 _OF_TORCH = {"__torch_function__", "handle_torch_function", "__len__", "__iter__", "pad_sequence"}
-
-_MADE = "<string>", "<frozen ", "<eval_with_key>"  # the files of code that libraries have made
 
 
 def calling_frame(func: Any) -> FrameType:
@@ -52,10 +50,12 @@ def line_of_user() -> tuple[str, int]:
 
 def innermost(lines: Iterable[tuple[str, int]]) -> tuple[str, int]:
     """The first of some lines, given by files and numbers, that is the user's; `("", 0)` if there is none."""
-    return next((line for line in lines if not line[0].startswith((*LIBRARIES, *_MADE))), ("", 0))
+    return next(
+        (line for line in lines if not line[0].startswith((*LIBRARIES, *MADE_BY_LIBRARIES, "<string>"))), ("", 0)
+    )
 
 
 def text_of(line: tuple[str, int]) -> str:
     """A line, given by its file and number, in words."""
     file, number = line
-    return f"line {number} of {file}: {linecache.getline(file, number).strip()}"
+    return "code without a file" if not file else f"line {number} of {file}: {linecache.getline(file, number).strip()}"

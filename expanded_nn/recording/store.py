@@ -133,7 +133,7 @@ class Store:
     def complete(self, leaves: Iterable[Leaf]) -> None:
         """Gives parameters zero rows in passes without rows of theirs, and no more of those in passes that are gone."""
         passes = tuple(self.held)
-        for leaf in leaves if passes else ():
+        for leaf in leaves:
             if leaf.published.rows is not None and leaf.published.passes != passes:
                 self.publish(leaf)
 
