@@ -21,7 +21,6 @@ from expanded_nn.common.batch import (
     is_shared_by_all,
     marked_like,
     may_have_derivatives,
-    own_batch_first,
     tensors,
 )
 from expanded_nn.recording.recorder import Settings
@@ -87,8 +86,7 @@ class Call:
         Raises:
             PerSampleError: If there are fewer than 2 samples.
         """
-        own = own_batch_first(model)
-        batch_first = settings.batch_first if own is None else own
+        batch_first = not settings.samples_dim(2, model)
         args, kwargs = arguments
         batch = settings.batch_size or batch_of((args, in_order(model, kwargs)), batch_first=batch_first) or 0
         if batch < 2:

@@ -178,12 +178,12 @@ _OF_ATTENTION = (
 
 
 def own_batch_first(module: nn.Module) -> bool | None:
-    """The `batch_first` of a recurrent layer, of attention, or of a container of attention; `None` for any other."""
-    if isinstance(module, nn.RNNBase):
-        return module.batch_first
-    if not isinstance(module, (nn.MultiheadAttention, *_OF_ATTENTION)):
-        return None
-    return next((member.batch_first for member in module.modules() if isinstance(member, nn.MultiheadAttention)), None)
+    """The `batch_first` of a module with parameters of its own, or of a container of attention; else `None`."""
+    own = getattr(module, "batch_first", None)
+    if isinstance(own, bool) and (isinstance(module, nn.RNNBase) or [*module.parameters(recurse=False)]):
+        return own
+    members = module.modules() if isinstance(module, _OF_ATTENTION) else ()
+    return next((member.batch_first for member in members if isinstance(member, nn.MultiheadAttention)), None)
 
 
 def may_have_derivatives(tensor: Tensor) -> bool:

@@ -110,7 +110,7 @@ class Halves:
         """Where the samples stand in an argument; `None` where they do not."""
         if not _is_dense(leaf) or not leaf.dim() or is_shared_by_all(leaf):
             return None
-        dim: int = self.recorder.settings.samples_dim(leaf.dim())
+        dim: int = self.recorder.settings.samples_dim(leaf.dim(), self.module)
         return dim if leaf.shape[dim] == self.batch else None
 
     def may_run(self) -> bool:

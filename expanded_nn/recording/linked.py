@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from expanded_nn._errors import PerSampleError, complaint, warn
-from expanded_nn.common.batch import batch_dim, contents, data_in, own_batch_first, tensors
+from expanded_nn.common.batch import contents, data_in, tensors
 from expanded_nn.recording.checkpoints import noted_passes
 from expanded_nn.recording.expand import Expand
 from expanded_nn.recording.graph import PARTS, operation_of, part_taken, saved_dims, saved_keys, shape_of, turned_dims
@@ -59,8 +59,8 @@ def linked_pass(
     other_passes = {pass_ for pass_ in alive if pass_.stage is PassStage.OPEN and pass_.batch != batch}
     if not own_passes and not other_passes:
         return None
-    usual_dim, own = recorder.settings.samples_dim, own_batch_first(module)
-    samples_dim = usual_dim if own is None else partial(batch_dim, batch_first=own)
+    usual_dim = recorder.settings.samples_dim
+    samples_dim = partial(usual_dim, module=module)
     orders = [order for x in tensors(inputs) if isinstance(x, PackedSequence) for order in _orders_of(x)]
     linked: list[Pass] = []
     moves: list[Moved] = []

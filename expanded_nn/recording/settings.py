@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar, cast
 from torch import Tensor, nn
 
 from expanded_nn._errors import complaint, refuse_no_bool, refuse_no_count
-from expanded_nn.common.batch import batch_dim
+from expanded_nn.common.batch import batch_dim, own_batch_first
 from expanded_nn.recording.backward import Backward
 from expanded_nn.recording.leaf import Leaf, Leaves
 from expanded_nn.recording.passes import Pass, Passes
@@ -43,9 +43,10 @@ class Settings:
         if self.keep_factors and self.materialize:
             raise ValueError("per_sample: keep_factors and materialize are both True; wanted one of the two at most.")
 
-    def samples_dim(self, dims: int) -> int:
-        """Where the samples stand in a tensor of so many dimensions that has no layout of its own."""
-        return batch_dim(dims, batch_first=self.batch_first)
+    def samples_dim(self, dims: int, module: nn.Module | None = None) -> int:
+        """Where the samples stand in a tensor of so many dimensions, of a module that may have a layout of its own."""
+        own = None if module is None else own_batch_first(module)
+        return batch_dim(dims, batch_first=self.batch_first if own is None else own)
 
 
 class RecorderLike(Protocol):

@@ -22,7 +22,7 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_unflatten
 
 from expanded_nn._errors import complaint
-from expanded_nn.common.batch import FOLDED, batch_dim, data_in
+from expanded_nn.common.batch import FOLDED, data_in
 from expanded_nn.common.meanwhile import meanwhile
 from expanded_nn.common.modes import uncounted, unseen
 from expanded_nn.common.steady import RandomStates
@@ -225,9 +225,13 @@ class General(Expanded):
             return parameter.expand(self.pass_batch_size, *parameter.shape)
         return self._recorder.expand(parameter)
 
-    def _dim_of(self, tensor: Tensor) -> int:
+    @property
+    def _samples_dim(self) -> int:
         """Where the samples stand: as the module's own `batch_first` says, or else the model's."""
-        return batch_dim(tensor.dim(), batch_first=getattr(self, "batch_first", self.model_batch_first))
+        return 0 if getattr(self, "batch_first", self.model_batch_first) else 1
+
+    def _dim_of(self, tensor: Tensor) -> int:
+        return self._samples_dim if tensor.dim() > 1 else 0
 
     def _refuse_shards_within(self) -> None:
         """Raises if FSDP shards a module within: its hooks gather parameters, and comparisons do not call them."""
