@@ -23,14 +23,13 @@ from expanded_nn.common.traced import FirstEager, LookFirst, OnlyEager, TraceErr
 from expanded_nn.compiling.backends import Backend, CompilerError, backend_of, draws_alike
 from expanded_nn.compiling.called import Called
 from expanded_nn.compiling.comparison import run_beside
-from expanded_nn.compiling.families import Family, LastCall, Met, Shapes
+from expanded_nn.compiling.families import Family, LastCall, Met, Shapes, is_gone
 from expanded_nn.compiling.kinds import Call, of_models, of_surroundings
 from expanded_nn.compiling.looks import StepValues
 from expanded_nn.compiling.replay import ArgumentDim, Graph
 from expanded_nn.compiling.tracing import Traced, trace
 from expanded_nn.recording.independence import compare_next
 from expanded_nn.recording.isolation import look_at_grads
-from expanded_nn.recording.recorder import Recorder
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Key = tuple[Hashable, Hashable, Hashable]  # of the arguments, of what the step names, of torch's global state
@@ -253,6 +252,8 @@ class Graphs:
             return self._run_eagerly(call)
         if not family.grads and (graph is not None or family.is_eager):
             self.last = LastCall(call.key, seen, family, current_thread())
+        for one in family.graphs:
+            one.outcome.give_rows_to(met.recorders)
         return self.step(*args, **kwargs) if graph is None else self._run(family, graph, call)
 
     def _run(self, family: Family, graph: Graph, call: Call) -> Any:
@@ -312,7 +313,7 @@ class Graphs:
         with noting, recorders_met() as recorders, self.step_values.noting_changes(call.objects):
             result = self._watched(*args, **kwargs)
         recorders.update(dict.fromkeys(self.step_values.holders_of_rows()))
-        living = [recorder for recorder in recorders if not _is_gone(recorder)]
+        living = [recorder for recorder in recorders if not is_gone(recorder)]
         for recorder in living:
             modules.update(dict.fromkeys(recorder.modules()))
         self.met.has_run = True
@@ -481,8 +482,3 @@ def _refuse_lost(line: str | None) -> None:
             "a step that keeps tensors in variables, attributes, lists or dicts",
             "Return the tensor, keep it after the call, and make anew what it is kept in now.",
         )
-
-
-def _is_gone(recorder: Recorder) -> bool:
-    """Whether a recorder's model is no more, nor any of its parameters, as those of a copy that a step makes."""
-    return not recorder.living_roots() and all(leaf.parameter() is None for leaf in recorder.leaves)

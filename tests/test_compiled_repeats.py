@@ -2,8 +2,11 @@
 
 import operator
 import random
+import warnings
 from collections import UserDict
 from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +14,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 
 import expanded_nn as enn
 from expanded_nn.compiling.kinds import Call
 from expanded_nn.compiling.seen import Seen
-from test_compiled_step import assert_same, graphs, outcome, samples
+from test_compiled_step import assert_same, graphs, outcome, samples, small
 
 
 class Scaled(nn.Module):
@@ -331,3 +335,65 @@ def test_what_is_noted_is_seen_to_change(
     assert seen.holds()
     change(noted)
     assert not seen.holds()
+
+
+@pytest.mark.parametrize("ways", ["clip", "two models", "accumulated", "dense"])
+def test_a_mode_that_is_switched_off_and_on_keeps_its_graph(ways: str) -> None:
+    """As for an evaluation after each epoch: `per_sample` makes another recorder, which gets the rows from then on."""
+    settings = {"dense": {"materialize": True}, "accumulated": {"accumulate_grad": False}}.get(ways, {})
+    pairs = [[enn.convert(small()).per_sample(**settings) for _ in range(2 if ways == "two models" else 1)]]
+    pairs.append([deepcopy(model) for model in pairs[0]])
+
+    def step(models: list[nn.Module], x: Tensor, y: Tensor) -> Any:
+        loss = sum(F.cross_entropy(model(x), y) for model in models)
+        loss.backward()
+        norms = [enn.clip_grad_sample_norms_(model, 0.1) for model in models if ways != "dense"]
+        return loss.detach(), norms
+
+    compiled, counts = enn.compile(partial(step, pairs[0]), backend="eager"), []
+    for _ in range(4):
+        for x, y in samples(4, 4, 4, 5):
+            left = [run(x, y) for run in (compiled, partial(step, pairs[1]))]
+            assert_same(*left)
+            for model, other in zip(*pairs, strict=True):
+                for own, wanted in zip(model.parameters(), other.parameters(), strict=True):
+                    assert_same(own.grad, wanted.grad)
+                    assert_same(own.grad_sample, wanted.grad_sample)
+                for one in (model, other):
+                    if ways != "accumulated":
+                        one.zero_grad()
+        for model in (*pairs[0], *pairs[1]):
+            model.per_sample(False)
+            model(samples(3)[0][0]).sum().backward()
+            model.per_sample(True).zero_grad()
+        counts.append(len(graphs(compiled)))
+    assert counts[2] == counts[3] > 0
+
+
+@pytest.mark.parametrize("changed", ["halved", "zeroed", "clipped"])
+def test_a_mode_that_is_switched_on_before_the_trace(changed: str) -> None:
+    """A trace that is given up left tensors without values in the recorder that `per_sample` had made meanwhile."""
+    model, other = (enn.convert(small()).per_sample() for _ in range(2))
+    other.load_state_dict(model.state_dict())
+    x, y = samples(4)[0]
+
+    def step(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    compiled = enn.compile(partial(step, model), backend="eager")
+    results = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", enn.PerSampleWarning)
+        for own, run in ((model, compiled), (other, partial(step, other))):
+            run(x, y)
+            own.per_sample(True)
+            step(own, x, y)
+            if changed == "clipped":
+                enn.clip_grad_sample_norms_(own, 1.0)
+            for parameter in own.parameters():
+                parameter.grad.mul_(0.0 if changed == "zeroed" else 0.5)
+            results.append([run(x, y), *(p.grad for p in own.parameters()), *(p.grad_sample for p in own.parameters())])
+    assert not any(isinstance(left, FakeTensor) for left in results[0])
+    assert_same(*results)

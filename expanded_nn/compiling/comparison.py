@@ -269,8 +269,8 @@ def run_beside(
                 comparison.differ(f"requires_grad of {name}")
         for rows in outcome.rows:
             _add_rows(comparison, rows, results)
-        for row_leaf, remake in outcome.shown:
-            comparison.add("rows", "grad_sample", remake(results), getattr(row_leaf.parameter(), "grad_sample", None))
+        for parameter, remake in outcome.shown:
+            comparison.add("rows", "grad_sample", remake(results), getattr(parameter(), "grad_sample", None))
         done = _add_places(comparison, outcome, results, list(containers(call.arguments)))
         written = [tensor for tensor, _ in changed]
         written += [grad for leaf, grad, _ in grads if grad is not None and id(leaf) in sets]

@@ -111,20 +111,30 @@ class Met:
     others: list[nn.Module] = field(default_factory=list)  # the step refers to them, and does not call them
     # parameters of such modules and other tensors that the step trains, or whose gradients it looks at
     leaves: list[torch.Tensor] = field(default_factory=list)
-    recorders: list[Recorder] = field(default_factory=list)  # of the modules' rows
+    noted: list[Recorder] = field(default_factory=list)  # those that have recorded rows
     has_run: bool = False  # whether there was a call
     first_count: int = 0  # how many modules there were at the first kind of calls
 
+    @property
+    def recorders(self) -> list[Recorder]:
+        """What records the rows now: `per_sample` gives modules another recorder."""
+        own = (module._recorder for module in self.modules if isinstance(module, PerSampleModule))
+        recorders = dict.fromkeys([*self.noted, *own])
+        return [recorder for recorder in recorders if recorder is not None and not is_gone(recorder)]
+
     def add(self, modules: Iterable[nn.Module], recorders: Iterable[Recorder]) -> None:
-        """Adds modules with all within, and recorders with those of the modules."""
+        """Adds modules with all within, and recorders."""
         members = dict.fromkeys(member for module in modules for member in module.modules())
-        own = (module._recorder for module in members if isinstance(module, PerSampleModule))
-        more = [recorder for recorder in (*recorders, *own) if recorder is not None]
         self.modules = list(dict.fromkeys([*self.modules, *members]))
-        self.recorders = list(dict.fromkeys([*self.recorders, *more]))
+        self.noted = [*dict.fromkeys(recorder for recorder in (*self.noted, *recorders) if not is_gone(recorder))]
 
     def refer(self, modules: Iterable[nn.Module]) -> None:
         """Notes the modules that the step refers to, with all within."""
         called = set(self.modules)
         members = dict.fromkeys(member for module in modules for member in module.modules())
         self.others = [member for member in members if member not in called]
+
+
+def is_gone(recorder: Recorder) -> bool:
+    """Whether a recorder's model is no more, nor any of its parameters, as those of a copy that a step makes."""
+    return not recorder.living_roots() and all(leaf.parameter() is None for leaf in recorder.leaves)

@@ -172,12 +172,13 @@ def of_models(
     their shapes and dtypes, and by which of them are one tensor. Other attributes are looked into as in `StepValues`,
     by the names in the methods of the module and in the functions of the step. What is looked at is noted in `seen`.
     The step does not call `others`: their gradients and rows do not count, but for the `leaves` whose gradients it
-    reads or sets.
+    reads or sets. Recorders count by their number: `per_sample` makes another one, to which a graph may give its rows.
     """
     if any(isinstance(module, ScriptModule) for module in modules):
         raise OnlyEager("it calls a module of TorchScript (call that before the step, and give it what it returns)")
     others = [module for module in others if not isinstance(module, ScriptModule)]
     key: list[Any] = [(recorder.settings, recorder.rows_stand_alone) for recorder in recorders]
+    numbers: dict[Any, int] = {recorder: number for number, recorder in enumerate(recorders)}
     add = key.append
     for recorder in recorders:
         seen.note_places(_OF_RECORDER, recorder)
@@ -202,7 +203,7 @@ def of_models(
             if isinstance(members, dict):
                 seen.note_items(members)  # the names: where one is another, the values may be the same
                 add(tuple(members))
-        add(id(attributes.get("_recorder")))
+        add(numbers.get(attributes.get("_recorder"), id(attributes.get("_recorder"))))
         key += map(id, attributes["_modules"].values())
         key += [None if buffer is None else of_tensor(buffer, seen) for buffer in attributes["_buffers"].values()]
         for name in own_names:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
@@ -41,7 +41,8 @@ class Outcome:
         filled: The new numbers of a `.grad` that was zero before.
         flags: Parameters without rows from before, and whether their `.grad` is scaled and whether it has a part that
             is of no rows; only where there was a `.grad` before.
-        rows: The rows that recorders hold.
+        recorders: Those of the models, in the order of `Met.recorders`.
+        rows: The rows that they hold.
         shown: What the step itself has set as the `grad_sample` of parameters, such as `None`.
         trainable: Owners that require gradients now and did not before, or the other way around.
         attributes: The new attributes and buffers of modules, and attributes of parameters: the dictionary that has it,
@@ -57,9 +58,10 @@ class Outcome:
     result: Remake = lambda values: None
     grads: list[tuple[int, Remake | None]] = field(default_factory=list)
     filled: list[tuple[int, Remake]] = field(default_factory=list)
-    flags: list[tuple[Leaf, bool, bool]] = field(default_factory=list)
+    flags: list[tuple[Recorder, Leaf, bool, bool]] = field(default_factory=list)
+    recorders: list[Recorder] = field(default_factory=list)
     rows: list[RecorderRows] = field(default_factory=list)
-    shown: list[tuple[Leaf, Remake]] = field(default_factory=list)
+    shown: list[tuple[Callable[[], Any], Remake]] = field(default_factory=list)
     trainable: list[tuple[int, bool]] = field(default_factory=list)
     attributes: list[tuple[dict[str, Any], str, Remake]] = field(default_factory=list)
     removed: list[tuple[dict[str, Any], str]] = field(default_factory=list)
@@ -75,14 +77,14 @@ class Outcome:
             owners[number].grad = grad
         for number, remake in self.filled:
             cast(Tensor, owners[number].grad).detach().copy_(remake(results))
-        for leaf, is_scaled, has_foreign_part in self.flags:
+        for _, leaf, is_scaled, has_foreign_part in self.flags:
             leaf.notes.is_scaled, leaf.notes.has_foreign_part = is_scaled, has_foreign_part
         for recorder, remakes, appends, joins, clipped in self.rows:
             passes = [{leaf: remake(results) for leaf, remake in of_pass.items()} for of_pass in remakes]
             set_rows(recorder, passes, appends=appends, joins=joins)
             recorder.note_grads(clipped)
-        for leaf, remake in self.shown:
-            cast(Any, leaf.parameter()).grad_sample = remake(results)
+        for parameter, remake in self.shown:
+            parameter().grad_sample = remake(results)
         for values, name, remake in self.attributes:
             values[name] = remake(results)
         for values, name in self.removed:
@@ -91,6 +93,31 @@ class Outcome:
             changed = list(containers(call))
             for number, gone, new in self.items:
                 put_items(changed[number], gone, {key: remake(results) for key, remake in new.items()})
+
+    def give_rows_to(self, recorders: list[Recorder]) -> None:
+        """Lets the rows go to recorders that have taken the places of those of the trace, for the same parameters."""
+        if recorders == self.recorders:
+            return
+        by_former = dict(zip(self.recorders, recorders, strict=True))
+
+        def renewed(leaf: Leaf, recorder: Recorder) -> Leaf:
+            return by_former[recorder].leaf_of(cast(Tensor, leaf.parameter()))
+
+        self.rows = [
+            RecorderRows(
+                by_former[recorder],
+                [{renewed(leaf, recorder): remake for leaf, remake in of_pass.items()} for of_pass in passes],
+                appends,
+                joins,
+                {renewed(leaf, recorder) for leaf in clipped},
+            )
+            for recorder, passes, appends, joins, clipped in self.rows
+        ]
+        self.flags = [
+            (by_former[recorder], renewed(leaf, recorder), is_scaled, has_foreign_part)
+            for recorder, leaf, is_scaled, has_foreign_part in self.flags
+        ]
+        self.recorders = recorders
 
     # In these, `results` are those of the graph, to which what is found is added.
 
@@ -122,6 +149,7 @@ class Outcome:
 
         Where the gradients from before were looked at, notes how `.grad` stands to the rows, if none are from before.
         """
+        self.recorders.append(recorder)
         recorder.drop_outdated_rows()
         if recorder.rows_stand_alone:
             raise OnlyEager("it ends with the rows of torch.autograd.grad(..., create_graph=True)")
@@ -134,7 +162,7 @@ class Outcome:
         for leaf, parameter in parameters.items():
             shown = getattr(parameter, "grad_sample", None)
             if parameter is not None and leaf.was_reset() and not is_hidden(shown):
-                self.shown.append((leaf, packed(shown, results)))
+                self.shown.append((leaf.parameter, packed(shown, results)))
         own = {pass_: rows for pass_, rows in recorder.store.held.items() if not any(map(is_hidden, rows.values()))}
         passes = [{leaf: packed(rows, results) for leaf, rows in pass_rows.items()} for pass_rows in own.values()]
         if passes or not hidden:
@@ -142,7 +170,8 @@ class Outcome:
             joins = next(iter(own), None) is recorder.passes.first
             self.rows.append(RecorderRows(recorder, passes, bool(hidden), joins, clipped))
         if looked and not hidden:
-            self.flags += [(leaf, leaf.notes.is_scaled, leaf.notes.has_foreign_part) for leaf in recorder.leaves]
+            notes = ((leaf, leaf.notes) for leaf in recorder.leaves)
+            self.flags += [(recorder, leaf, of_leaf.is_scaled, of_leaf.has_foreign_part) for leaf, of_leaf in notes]
 
     def note_attributes(self, saved: Saved, results: list[Any], recorders: Sequence[Recorder]) -> None:
         """Notes which attributes are others than before, but for the rows that recorders hold."""

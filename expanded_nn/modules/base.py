@@ -212,9 +212,15 @@ def _with_rows(module: Root | Expanded, recorder: Recorder, args: Any, kwargs: A
             "torch.jit.trace", "the model is in per-sample mode", "that mode off", "Trace it with per_sample(False)."
         )
     recorder.refuse_other_thread(module)
+    args, kwargs = tuple(map(_listed, args)), {name: _listed(value) for name, value in kwargs.items()}
     run = module._in_pass if recorder.escalation.runs else partial(recorder.escalation.run, module)
     with WithoutSelection() if is_selective() else nullcontext():
         return run(args, kwargs)
+
+
+def _listed(argument: Any) -> Any:
+    """An argument; what an iterator gives, as a list: the forward may run several times, to be compared."""
+    return [*argument] if hasattr(type(argument), "__next__") else argument
 
 
 class Root(PerSampleModule):

@@ -142,7 +142,7 @@ class Halves:
             has_hooks = any(map(_has_hooks, self.module.modules()))  # that a backward would call
             parameter = None if dims is None or has_hooks else self._seen_by_others(whole, dims)
             is_clear, unused = dims is not None and parameter is None, None
-            has_strange = is_clear and any(whole[number].requires_grad for number in self.strange)
+            has_strange = is_clear and any(_has_graph(whole[number]) for number in self.strange)
             if is_clear and is_first:
                 used = _leaves_of(whole)
                 del whole  # there is no memory for two graphs
@@ -339,7 +339,7 @@ class Halves:
     def _seen_by_others(self, whole: list[Any], dims: list[int | None]) -> Tensor | None:
         """A parameter whose rows of some samples have gradients of other samples' results, if there is one."""
         places = zip(whole, dims, strict=False)  # there are none where nothing tells
-        ends = [(x, dim) for x, dim in places if dim is not None and x.requires_grad]
+        ends = [(x, dim) for x, dim in places if dim is not None and _has_graph(x)]
         expanded = {
             parameter: weight for parameter, (*_, weight) in self.recorder.expanded.items() if weight.requires_grad
         }
@@ -362,6 +362,10 @@ class Halves:
             if seen is not None:
                 return seen
         return None
+
+
+def _has_graph(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad
 
 
 def _leaves_of(results: list[Any]) -> set[Tensor]:

@@ -81,8 +81,8 @@ class Order(TorchFunctionMode):
             x, times = args[0], args[1] if isinstance(args[1], Sequence) else args[1:]
             if self.copies.repeats_over_samples(x, *times):
                 func, args = repeat_over_samples, (x, *times)
-        if func in _BROADCASTS and len(args) == 2:
-            self._look_at_broadcast(func, *args)
+        if func in _BROADCASTS and len(args) > 1:
+            self._look_at_broadcast(func, [x for x in args if type(x) in places.TENSORS])
         if func not in _LOOKED_AT and not self._meets_what_is_followed(args, kwargs):
             return func(*args, **kwargs)
         if not is_selective():
@@ -145,32 +145,31 @@ class Order(TorchFunctionMode):
         if is_count or dim is None or dim >= 0 or dim % x.dim() <= shared.dim:
             raise forward.taking_apart(shared.layer, "its size")
 
-    def _look_at_broadcast(self, func: Any, left: Any, right: Any) -> None:
+    def _look_at_broadcast(self, func: Any, operands: list[Tensor]) -> None:
         """Raises where rows of a layer meet as many positions of each sample: all samples share them, it seems.
 
         So it is with a table for `range(T)[::-1]`, or computed from coordinates `(T, 2)`, where T = B. Read as samples
         they would be mixed.
         """
-        if type(left) not in places.TENSORS or type(right) not in places.TENSORS or left.dim() == right.dim():
+        dims = [*map(Tensor.dim, operands)]
+        if len(dims) < 2 or min(dims) == max(dims) or not self.copies.known.keys().isdisjoint(map(id, operands)):
             return
-        few, many = sorted((left, right), key=Tensor.dim)
-        if few.dim() < 2 or few.grad_fn is None or {id(left), id(right)} & self.copies.known.keys():
-            return
-        batch = self._batch()
+        batch, many = self._batch(), operands[dims.index(max(dims))]
         if batch is None or many.shape[0] != batch or self._samples_dim(many.dim()) != 0 or self.reasons(many):
             return
-        meets = few.shape[0] == many.shape[-few.dim()] == batch if func not in _PRODUCTS else batch in few.shape
-        if meets and comes_from_rows(few):
-            raise complaint(
-                self.recorder.name_of(self.recorder.forward.module),
-                f"rows that a layer gives, {tuple(few.shape)}, meet as many positions of each of the {batch} samples, "
-                f"{tuple(many.shape)} ({func.__name__}{_place(callers.line_of_user())}): they may be samples, which "
-                "mix then, or positions that all samples share",
-                "rows that are one or the other",
-                "Call that layer with input.unsqueeze(0) for what all samples share; do what mixes samples outside of "
-                "the model.",
-                refused_by=self,  # which layer's rows they are is not known
-            )
+        for few in (x for x in operands if 1 < x.dim() < many.dim() and x.grad_fn is not None):
+            meets = few.shape[0] == many.shape[-few.dim()] == batch if func not in _PRODUCTS else batch in few.shape
+            if meets and comes_from_rows(few):
+                raise complaint(
+                    self.recorder.name_of(self.recorder.forward.module),
+                    f"rows that a layer gives, {tuple(few.shape)}, meet as many positions of each of the {batch} "
+                    f"samples, {tuple(many.shape)} ({func.__name__}{_place(callers.line_of_user())}): they may be "
+                    "samples, which mix then, or positions that all samples share",
+                    "rows that are one or the other",
+                    "Call that layer with input.unsqueeze(0) for what all samples share; do what mixes samples outside "
+                    "of the model.",
+                    refused_by=self,  # which layer's rows they are is not known
+                )
 
     def _refuse_batch_norm(self, func: Any, x: Tensor) -> None:
         """Raises where the forward normalizes samples by the statistics of the batch."""
@@ -498,7 +497,14 @@ _COUNTS = functions("numel", "nelement")
 _OF_DIMS = (*functions("size"), *attributes("shape"))
 _SIZES_AND_RANKS = {*SIZES, *functions("dim"), *attributes("ndim")}
 _PRODUCTS = set(functions("matmul"))
-_BROADCASTS = _PRODUCTS | set(functions("add", "sub", "mul", "div", "add_", "sub_", "mul_", "div_"))
+_BROADCASTS = _PRODUCTS | set(
+    functions(
+        *("add", "sub", "mul", "div", "add_", "sub_", "mul_", "div_", "__radd__", "__rsub__", "__rmul__", "__rdiv__"),
+        *("subtract", "multiply", "divide", "true_divide", "rsub", "pow", "__pow__", "__rpow__", "float_power"),
+        *("where", "lerp", "lerp_", "addcmul", "addcmul_", "addcdiv", "addcdiv_", "clamp", "maximum", "minimum"),
+        *("fmax", "fmin", "atan2", "hypot", "logaddexp", "logaddexp2", "xlogy", "copysign"),
+    )
+)
 _MAY_TURN = {*places.TURNS, Tensor.__getitem__}
 _BATCH_NORMS = {F.batch_norm, torch.batch_norm, torch.native_batch_norm}
 _FOLLOWED = LOOKED_AT | constants.LOOKED_AT | places.SCATTERS | places.TURNS

@@ -88,11 +88,11 @@ class Recorder:
         self.escalation.tables = tables_of(self.modules())
         self.escalation.has_loops = any(map(has_learned_to_loop, self.modules()))  # as a copy remembers
         for member, name, parameter in self._parameters():
-            self._leaf(parameter, member, name).is_member = True
+            self.leaf_of(parameter, member, name).is_member = True
 
     def add_member(self, parameter: Tensor) -> None:
         """Notes that a parameter has been put into a module of the model."""
-        self._leaf(parameter).is_member = True
+        self.leaf_of(parameter).is_member = True
         if parameter.requires_grad:
             self._watched_leaf(parameter)
 
@@ -122,7 +122,7 @@ class Recorder:
 
     def _watched_leaf(self, parameter: Tensor, module: nn.Module | None = None, name: str = "") -> Leaf:
         """The leaf of a parameter that requires gradients; it is watched from now on."""
-        leaf = self._leaf(parameter, module, name)
+        leaf = self.leaf_of(parameter, module, name)
         if leaf.handle is None:
             Watch.put(self, leaf, parameter)
         return leaf
@@ -131,7 +131,7 @@ class Recorder:
         if self.leaves.lost:
             self.store.drop(self.leaves.forget_lost())
 
-    def _leaf(self, parameter: Tensor, module: nn.Module | None = None, name: str = "") -> Leaf:
+    def leaf_of(self, parameter: Tensor, module: nn.Module | None = None, name: str = "") -> Leaf:
         """The leaf of a parameter, a new one if need be; `module` holds it under that name, if it is at hand."""
         leaf = self.leaves.get(parameter)
         if leaf is None:
@@ -406,7 +406,7 @@ class Recorder:
         if self.leaves.sharded:
             for shard in [leaf.publish_on_shard() for leaf in self.leaves]:
                 if shard is not None:
-                    self._leaf(shard)  # clipping notes there what it has set
+                    self.leaf_of(shard)  # clipping notes there what it has set
         if delivered and not self.rows_stand_alone:
             self.note_grads(after_backward=not failed)
 
