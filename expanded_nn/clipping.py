@@ -301,7 +301,7 @@ def _factors(norms: Tensor, max_norm: MaxNorm) -> Tensor:
                 "Add to the norm or clamp it, as in 1 / (norms + 0.01) or max_norm / norms.clamp(min=max_norm).",
             )
         return factors
-    max_norm = max_norm.reshape(()) if isinstance(max_norm, Tensor) else max_norm
+    max_norm = max_norm.detach().reshape(()) if isinstance(max_norm, Tensor) else max_norm
     return (max_norm / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1.0)
 
 

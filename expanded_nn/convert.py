@@ -133,7 +133,7 @@ def _copied(model: Model) -> Model:
     _refuse_closures(model)
     try:
         return copy.deepcopy(model)
-    except (RuntimeError, PickleError) as error:
+    except (RuntimeError, TypeError, PickleError) as error:
         computed = [
             f"{name or type(model).__name__}.{attribute}"
             for name, module in model.named_modules()
@@ -154,6 +154,11 @@ def _refuse_closures(model: nn.Module) -> None:
 
     `copy.deepcopy` does not copy functions: one that an attribute or a hook holds still refers to the original.
     """
+    if any(type(module).__name__ == "OptimizedModule" for module in model.modules()):
+        raise ConversionError(
+            f"{type(model).__name__} is, or holds, what torch.compile(model) returns. Convert first, and compile then: "
+            "torch.compile(convert(model)); or compile the whole step, enn.compile(step)."
+        )
     ids = {id(module) for module in model.modules() if any(True for _ in module.parameters())}
     ids |= {id(parameter) for parameter in model.parameters()}
     for name, module in model.named_modules():
@@ -162,7 +167,7 @@ def _refuse_closures(model: nn.Module) -> None:
                 raise ConversionError(
                     f"{name or type(model).__name__}.{attribute} refers to this model or its weights, by a function or "
                     "a weak reference. In a copy it would go on using the original's. Convert the model in place, "
-                    "convert(model, inplace=True), or make the function a method; convert before torch.compile(model)."
+                    "convert(model, inplace=True), or make the function a method."
                 )
 
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from expanded_nn._errors import complaint
 from expanded_nn.common.modes import no_torch_function, refuse_batched
@@ -21,9 +21,9 @@ from expanded_nn.core.algebra import Kind
 from expanded_nn.core.geometry import Geometry
 from expanded_nn.core.parts import Parts
 from expanded_nn.core.patches import Patches
-from expanded_nn.core.terms import Dense, OneHot, Outer, PaddedOuter, SparseOneHot, Term
+from expanded_nn.core.terms import Dense, Differentiable, OneHot, Outer, PaddedOuter, SparseOneHot, Term
 from expanded_nn.rows.cell import Block, Cell, Guarded
-from expanded_nn.rows.factors import Rows, refuse_in_place, scaled_blocks
+from expanded_nn.rows.factors import Rows, scaled_blocks
 from expanded_nn.rows.operations import TABLE
 from expanded_nn.rows.storage import Recycled
 
@@ -36,6 +36,7 @@ def _of_dense(name: str) -> Any:
     """A method that reads memory: that of the dense rows."""
 
     def method(rows: FactoredTensor, *args: Any, **kwargs: Any) -> Any:
+        rows.in_memory()
         return getattr(rows.dense(), name)(*args, **kwargs)
 
     return method
@@ -86,11 +87,11 @@ class FactoredTensor(Rows):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
-            memo[id(self)] = self.detach().clone()
+            memo[id(self)] = self.__copy__()
         return cast(Tensor, memo[id(self)])
 
     def __copy__(self) -> Tensor:
-        return self.detach().clone()
+        return self.detach().clone().requires_grad_(self.requires_grad)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self.is_dense:
@@ -116,6 +117,9 @@ class FactoredTensor(Rows):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if torch.is_inference_mode_enabled():  # views of these rows are no inference tensors, as they are none
+            with torch.inference_mode(False):
+                return cls.__torch_dispatch__(func, types, args, kwargs)
         handler = TABLE.get(func)
         if handler is not None:
             result = handler(*args, **(kwargs or {}))
@@ -143,9 +147,11 @@ torch.serialization.add_safe_globals([rebuilt])
 
 def _to_save(term: Term) -> tuple[Any, ...]:
     """A term as plain data; a factor that is a part of a larger storage is cloned, as a file would hold all of it."""
-    factors = [f if f.untyped_storage().nbytes() <= f.numel() * f.itemsize else f.clone() for f in term.factors]
+    own = (factor.detach() for factor in term.factors)
+    factors = [f if f.untyped_storage().nbytes() <= f.numel() * f.itemsize else f.clone() for f in own]
     numbers = astuple(term.geometry) if isinstance(term, Patches) else term.numbers if isinstance(term, Parts) else ()
-    return type(term).__name__, factors, tuple(term.row_shape), term.dtype, term.coefficient, numbers, term.of_gradient
+    name = "Dense" if isinstance(term, Differentiable) else type(term).__name__
+    return name, factors, tuple(term.row_shape), term.dtype, term.coefficient, numbers, term.of_gradient
 
 
 def _from_saved(
@@ -273,9 +279,10 @@ def _any_requires_grad(args: Sequence[Any]) -> bool:
 def _dense_operation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Any operation, on the dense rows; in-place changes and views are those of the dense rows."""
     wrappers: dict[int, FactoredTensor] = {}
+    shares_memory = any(argument.alias_info is not None for argument in func._schema.arguments)
 
     def unwrap(rows: FactoredTensor) -> Tensor:
-        dense = rows._rows()
+        dense = rows.in_memory() if shares_memory else rows._rows()
         wrappers[id(dense)] = rows
         return dense
 
@@ -286,18 +293,6 @@ def _dense_operation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             "a tensor of another shape beside it",
             "Write rows.unsqueeze(0) in place of rows.unsqueeze_(0), or take rows.dense().",
         )
-    for rows in _written(func, args, kwargs):
-        if rows._source is not None:
-            refuse_in_place()
-        rows._cell.version += 1
     args, kwargs = tree_map_only(FactoredTensor, unwrap, (args, kwargs))
     result = func(*args, **kwargs)
     return tree_map_only(Tensor, lambda out: wrappers.get(id(out), out), result)
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[FactoredTensor]:
-    """The factored tensors that the operation changes in place."""
-    arguments = func._schema.arguments
-    values = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
-    written = [values.get(entry.name) for entry in arguments if entry.alias_info and entry.alias_info.is_write]
-    return [leaf for leaf in tree_leaves(written) if isinstance(leaf, FactoredTensor)]

@@ -129,6 +129,8 @@ class PerSampleGrads(Mapping[str, Tensor]):
             TypeError: If it is one number, or anything else.
         """
         refuse_no_index(index)
+        if isinstance(index, slice):  # as numbers: some of the rows, and no view that makes all of them dense
+            index = torch.arange(self._batch)[index]
         return PerSampleGrads({name: rows[index] for name, rows in self.items()})
 
     @overload
@@ -256,7 +258,7 @@ class PerSampleGrads(Mapping[str, Tensor]):
     def _held(self, name: str) -> FactoredTensor:
         """The rows of a parameter as they were in the beginning: factored, even if they were made dense since."""
         rows = self._rows[name]
-        return rows if rows._cell.version or not rows.is_dense else rows._like(self._blocks[name], rows.shape)
+        return rows if rows._version or not rows.is_dense else rows._like(self._blocks[name], rows.shape)
 
     def kronecker(
         self, total: Mapping[str, KroneckerFactors] | None = None, *, mask: Tensor | None = None

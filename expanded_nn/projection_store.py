@@ -254,7 +254,7 @@ class ProjectionStore:
             remedy = "Take another folder, or the projection and the model that this one was begun with."
             if differing == ["weights"]:
                 remedy = (
-                    "The model has other weights than the one that this folder was begun with: load its checkpoint, or "
+                    "The model has other weights or buffers than this folder was begun with: load its checkpoint, or "
                     "seed the initialization (torch.manual_seed). For these weights take another folder."
                 )
             raise _complaint(self.folder, f"it holds projections with {settings}", f"{wanted}", remedy)
@@ -400,11 +400,15 @@ def _digest(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def _traits(model: nn.Module) -> tuple[list[int], float]:
-    """How often each parameter was changed in place, and their norm, as fused optimizers and `.data` do not count.
+def _traits(model: nn.Module) -> tuple[list[tuple[int, int, int]], float, float]:
+    """What changes where the weights or the buffers of a model do, at less cost than a digest.
 
-    Not of shards, as a digest needs all ranks.
+    Of each the tensor, where it is in memory, and how often it was changed in place; and their norm and their sum, as
+    fused optimizers and `.data` do not count. Not of shards, as a digest needs all ranks.
     """
-    counted = [p for name, p in model.named_parameters() if not is_shard(p) and not changes_itself(model, name)]
-    norm = get_total_norm([parameter.detach() for parameter in counted])
-    return [parameter._version for parameter in counted], float(norm)
+    state = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+    counted = [x.detach() for name, x in state.items() if not is_shard(x) and not changes_itself(model, name)]
+    places = [(id(x), x.data_ptr(), x._version) for x in state.values() if not is_shard(x)]
+    numbers = [x for x in counted if x.is_floating_point() and x.numel()]
+    total = sum((x.sum().double() for x in numbers), start=torch.zeros((), dtype=torch.float64))
+    return places, float(get_total_norm(numbers)), float(total)

@@ -767,3 +767,27 @@ def test_names_with_two_meanings_are_refused(module: nn.Module, where: str, name
     with pytest.raises(enn.ConversionError, match=re.escape(f"{where}: it has a '{name}' of its own")):
         enn.convert(module)
     assert not any(isinstance(each, enn.Expanded) for each in module.modules())
+
+
+class MadeOfWidth(nn.Module):
+    """A class whose instances are made with an argument."""
+
+    def __new__(cls, width: int) -> "MadeOfWidth":
+        return super().__new__(cls)
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width, self.layer = width, nn.Linear(3, width)
+
+    def __getnewargs__(self) -> tuple[int]:
+        return (self.width,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def test_a_class_whose_new_takes_arguments_is_copied() -> None:
+    model = enn.convert(MadeOfWidth(2)).per_sample()
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        other(torch.ones(4, 3)).sum().backward()
+        assert other.layer.weight.grad_sample.shape == (4, 2, 3)

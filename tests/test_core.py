@@ -169,6 +169,10 @@ LAWS: dict[str, tuple[Callable[[Term], Tensor], Callable[[Tensor, Term], Tensor]
         lambda t: t.squared_norms(Products()),
         lambda rows, t: rows.flatten(1).square().sum(1),
     ),
+    "have_zero_factors": (
+        lambda t: t.scaled(weights(t).clamp(min=0)).have_zero_factors().double(),
+        lambda rows, t: ((weights(t) < 0) | rows.flatten(1).eq(0).all(1)).double(),
+    ),
     "inner": (lambda t: t.inner(t.scaled(2.0)), lambda rows, t: 2 * rows.flatten(1).square().sum(1)),
     "gram": (lambda t: t.gram(t), lambda rows, t: rows.flatten(1) @ rows.flatten(1).t()),
     "scaled": (
@@ -583,6 +587,16 @@ def public(module: object) -> set[str]:
         elif inspect.isclass(value) and issubclass(value, Term):
             names |= {attribute for attribute in vars(value) if not attribute.startswith("_")}
     return names
+
+
+def test_a_sample_that_one_part_has_no_rows_of() -> None:
+    """Its other parts have some, so its row is not zero."""
+    case = CASES["parts, others"]
+    factors = list(case.factors())
+    factors[0][0], factors[2][1], factors[0][2], factors[3][2] = 0, 0, 0, 0
+    term = case.term(*factors)
+    assert term.have_zero_factors().tolist() == [False, False, True]
+    assert term.squared_norms().gt(0).tolist() == [True, True, False]
 
 
 def test_every_function_has_a_case() -> None:

@@ -6,6 +6,7 @@ After it come mistakes with batches that must not end in an error from the insid
 
 import ast
 import contextlib
+import copy
 import queue
 import tempfile
 import threading
@@ -203,6 +204,36 @@ def a_model_that_cannot_be_copied() -> None:
     model = nn.Linear(2, 2)
     model.kept = model(torch.ones(1, 2))
     enn.convert(model)
+
+
+@refused(
+    r"Linear cannot be copied \(cannot pickle .*lock.*\).*in place: convert\(model, inplace=True\)", enn.ConversionError
+)
+def a_model_that_holds_a_lock() -> None:
+    model = nn.Linear(2, 2)
+    model.lock = threading.Lock()
+    enn.convert(model)
+
+
+@refused(r"OptimizedModule is, or holds, what torch.compile\(model\) returns. Convert first", enn.ConversionError)
+def a_model_that_was_compiled_first() -> None:
+    enn.convert(torch.compile(nn.Linear(2, 2), backend="eager"))
+
+
+class Reduced(nn.Module):
+    """It is copied by a function of its own."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, features)
+
+    def __reduce__(self) -> Any:
+        return Reduced, (self.layer.out_features,)
+
+
+@refused(r"^Reduced: the class has a __reduce__ of its own.*revert\(model\), and convert what comes of that")
+def a_copy_by_a_method_of_the_class() -> None:
+    copy.deepcopy(enn.convert(Reduced(3)))
 
 
 def scripted(x: Tensor) -> Tensor:
@@ -1843,21 +1874,40 @@ def an_input_changed_after_the_backward() -> None:
     model[0].weight.grad_sample.flatten(1).norm(dim=1)
 
 
-@refused(r"^grad_sample: rows that were chosen .* used after the gradient was changed in place.*Choose the rows again")
-def chosen_rows_after_a_change() -> None:
-    model = on(nn.Linear(40, 40))
-    model(torch.randn(SAMPLES, 40)).sum().backward()
-    rows = model[0].weight.grad_sample
-    chosen = rows[1:]
-    rows.mul_(2)
-    chosen.sum()
+class Branches(nn.Module):
+    """Two heads behind a body, of which each was switched on by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(4, 2)
 
 
-@refused(r"^grad_sample: an in-place change of rows that were chosen from a factored gradient.*Clone the rows first")
-def a_change_of_chosen_rows() -> None:
-    model = on(nn.Linear(40, 40))
-    model(torch.randn(SAMPLES, 40)).sum().backward()
-    model[0].weight.grad_sample[1:].mul_(2)
+def branches(**settings: Any) -> Any:
+    model = enn.convert(Branches())
+    for part in (model.body, model.first, model.second):
+        part.per_sample(**settings)
+    return model
+
+
+@refused(r"^clip_grad_sample_norms_: parts of the model .* each by itself.*different backwards.*per_sample\(model\)")
+def rows_of_a_skipped_batch_in_a_part() -> None:
+    """The second head's are of the batch before, which `zero_grad` has cleared."""
+    model = branches(accumulate_grad=False)
+    model.second(model.body(torch.randn(SAMPLES, 4))).sum().backward()
+    torch.optim.SGD(model.parameters(), 1.0).zero_grad()
+    model.first(model.body(torch.randn(SAMPLES, 4))).sum().backward()
+    enn.clip_grad_sample_norms_(model, 1.0)
+
+
+@refused(r"^per_sample_grads: the parameters \['0.weight'\] are in two models .* both have rows.*ModuleList")
+def one_parameter_in_two_models() -> None:
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    second.weight = first.weight
+    models = [
+        enn.convert(nn.Sequential(layer), inplace=True).per_sample(accumulate_grad=False) for layer in (first, second)
+    ]
+    sum(model(torch.randn(SAMPLES, 4)).sum() for model in models).backward()
+    enn.per_sample_grads(models[0])
 
 
 # --- using the rows -------------------------------------------------------------------------------------------
@@ -2014,7 +2064,7 @@ def a_store_of_another_projection() -> None:
 
 
 @refused(
-    r"with \{'weights': '\w+'\}; wanted \{'weights': '\w+'\}\. The model has other weights than the one that "
+    r"with \{'weights': '\w+'\}; wanted \{'weights': '\w+'\}\. The model has other weights or buffers than "
     r"this folder was begun with: load its checkpoint, or seed the initialization .* For these weights take"
 )
 def a_store_of_other_weights() -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import operator
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -314,14 +315,82 @@ def test_a_change_of_the_shape_in_place_is_refused(
     torch.testing.assert_close(rows.to_dense(), dense)
 
 
-def test_rows_chosen_from_changed_ones_are_refused() -> None:
+WRITES: dict[str, Callable[[Any], object]] = {
+    "in place": lambda rows: rows.mul_(2),
+    "one row": lambda rows: operator.setitem(rows, 0, 0),
+    "a column": lambda rows: operator.setitem(rows, (slice(None), 0), 0),
+    "a row's view": lambda rows: rows[0].zero_(),
+    "rows in a loop": lambda rows: [row.zero_() for row in rows],
+    "transposed": lambda rows: rows.mT.mul_(2),
+    "flattened": lambda rows: rows.flatten(1).mul_(2),
+    "numpy": lambda rows: operator.setitem(rows.detach().numpy(), 0, 0),
+    "several at once": lambda rows: torch._foreach_mul_([rows], 2.0),
+}
+PARTS = (slice(1, 3), slice(0, 2), slice(-2, None), slice(None, None, 2), slice(3, 1), slice(2, 99))
+
+
+@pytest.mark.parametrize("part", PARTS, ids=repr)
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("name", ["outer_2", "outer+outer"])
+def test_a_slice_shares_what_is_written(name: str, write: str, part: slice) -> None:
+    """As that of a dense tensor: what is written into either is seen in the other, taken before or after."""
+    for of_whole in (False, True):
+        tensors = make(name)
+        slices = [rows[part] for rows in tensors]
+        for rows, own in zip(tensors, slices, strict=True):
+            written = rows if of_whole else own
+            if len(written):
+                WRITES[write](written)
+        for whole, own in (tensors, slices), (slices, [rows[part] for rows in tensors]):
+            torch.testing.assert_close(whole[0].to_dense(), whole[1])
+            torch.testing.assert_close(own[0].to_dense(), own[1])
+            torch.testing.assert_close(own[0].flatten(1).norm(dim=1), own[1].flatten(1).norm(dim=1))
+            torch.testing.assert_close(whole[0].sum(0), whole[1].sum(0))
+
+
+def test_a_slice_is_read_alone() -> None:
+    """To read some of many rows does not make all of them dense."""
+    rows, dense = make("outer_2")
+    part = rows[1:3][1:]
+    torch.testing.assert_close(part.dense(), dense[2:3])
+    torch.testing.assert_close(part.abs().to_dense(), dense[2:3].abs())
+    assert not rows.is_dense
+    rows[2] = 0
+    assert rows.is_dense
+    assert part.is_dense
+    assert not part.any()
+
+
+def test_rows_in_another_dtype_stay_in_range() -> None:
+    """Factors may be out of range where the rows are not."""
+    g, a = torch.full((2, 1, 4), 1e-6, dtype=torch.float32), torch.full((2, 1, 5), 1e6, dtype=torch.float32)
+    rows = FactoredTensor.of(Outer.of(g, a, torch.float32))
+    torch.testing.assert_close(rows.bfloat16().to_dense().float(), torch.ones(2, 4, 5, dtype=torch.float32))
+    assert not rows.is_dense
+    torch.testing.assert_close(rows.half(), torch.ones(2, 4, 5, dtype=torch.float16))
+
+
+def test_views_in_inference_mode() -> None:
+    """Those of rows that are no inference tensors are none either."""
+    rows, dense = make("outer_2")
+    with torch.inference_mode():
+        for of in (rows[1:], rows[0], next(iter(rows)), rows.detach(), rows.flatten(1), rows.mT):
+            assert not of.is_inference()
+        rows[1:].zero_()
+    assert not rows[1:].any()
+    torch.testing.assert_close(rows[0], dense[0])
+
+
+def test_a_copy_asks_for_gradients_as_the_rows_do() -> None:
     rows, _ = make("outer_2")
-    chosen = rows[1:3]
-    with pytest.raises(PerSampleError, match=r"in-place change of rows that were chosen.*Clone the rows"):
-        chosen.mul_(2)
-    rows.mul_(2)
-    with pytest.raises(PerSampleError, match=r"changed in place.*Choose the rows again"):
-        chosen.sum(0)
+    for requires_grad in (False, True):
+        assert copy.deepcopy(rows.detach().requires_grad_(requires_grad)).requires_grad is requires_grad
+
+
+def test_a_vector_is_no_partner_of_matrices() -> None:
+    rows, _ = make("outer_2")
+    with pytest.raises(RuntimeError, match="expected"):
+        torch.mv(rows, torch.ones(rows[0].numel()))
 
 
 def test_the_gradient_of_some_lines_of_a_matrix_stays_factored() -> None:

@@ -1098,3 +1098,24 @@ def test_rows_taken_after_they_were_made_dense_keep_their_factors(steps_before: 
     weight = enn.PerSampleGrads({"weight": grads["weight"]})
     torch.testing.assert_close(weight.gram(per_position=True).sum(1), weight.gram())
     torch.testing.assert_close(weight.kronecker()["weight"].A, fresh.kronecker()["weight"].A)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_rows_with_a_history_are_saved_without_it() -> None:
+    model = enn.convert(nn.Linear(3, 2)).per_sample()
+    model(torch.randn(4, 3)).sin().sum(1).mean().backward(create_graph=True)
+    grads, file = enn.per_sample_grads(model), io.BytesIO()
+    torch.save(grads, file)
+    file.seek(0)
+    for loaded in (torch.load(file, weights_only=True), pickle.loads(pickle.dumps(grads)), copy.deepcopy(grads)):
+        torch.testing.assert_close(loaded.norms(), grads.norms().detach())
+        assert not loaded["weight"].requires_grad
+
+
+def test_a_bound_that_asks_for_gradients() -> None:
+    """What is clipped has no history, whatever the bound is computed from."""
+    for bound in (torch.tensor(0.1, requires_grad=True), torch.tensor(0.1, requires_grad=True) * 2):
+        model = enn.convert(nn.Linear(3, 2)).per_sample()
+        model(torch.randn(4, 3)).sum(1).mean().backward()
+        enn.clip_grad_sample_norms_(model, bound)
+        assert not model.weight.grad.requires_grad

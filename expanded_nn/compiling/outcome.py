@@ -79,9 +79,10 @@ class Outcome:
             cast(Tensor, owners[number].grad).detach().copy_(remake(results))
         for _, leaf, is_scaled, has_foreign_part in self.flags:
             leaf.notes.is_scaled, leaf.notes.has_foreign_part = is_scaled, has_foreign_part
+        this_call = object()
         for recorder, remakes, appends, joins, clipped in self.rows:
             passes = [{leaf: remake(results) for leaf, remake in of_pass.items()} for of_pass in remakes]
-            set_rows(recorder, passes, appends=appends, joins=joins)
+            set_rows(recorder, passes, this_call, appends=appends, joins=joins)
             recorder.note_grads(clipped)
         for parameter, remake in self.shown:
             parameter().grad_sample = remake(results)

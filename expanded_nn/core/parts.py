@@ -65,6 +65,9 @@ class Parts(Term):
     def squared_norms(self, products: Products | None = None) -> Tensor:
         return torch.stack([part.squared_norms(products) for _, part in self.outers()]).sum(0)
 
+    def have_zero_factors(self) -> Tensor:
+        return torch.stack([part.have_zero_factors() for _, part in self.outers()]).all(0)
+
     def inner(self, other: Term) -> Tensor:
         if not self._meets(other, Parts):
             return super().inner(other)

@@ -121,6 +121,13 @@ class Term(ABC):
         term.__dict__.update(self.__dict__, **attributes)
         return term
 
+    def have_zero_factors(self) -> Tensor:
+        """Whether a row is zero because a factor of it is, `(B,)`."""
+        numbers = [factor for factor in self.factors if factor.is_floating_point() and factor.numel()]
+        if not numbers:
+            return torch.ones(self.batch, dtype=torch.bool, device=self.factors[0].device)
+        return torch.stack([_matrix(factor).eq(0).all(1) for factor in numbers]).any(0)
+
     def inner(self, other: Term) -> Tensor:
         """`<row[b], other_row[b]>`, `(B,)`."""
         return torch.cat(

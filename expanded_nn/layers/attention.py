@@ -15,7 +15,7 @@ from expanded_nn.layers.heads import attention, projected
 from expanded_nn.layers.linear import Linear, linear
 from expanded_nn.layers.twins import expand_modules, raise_for
 from expanded_nn.modules.base import Expanded, PerSampleModule, Root
-from expanded_nn.modules.layout import refuse_other_than_sequences
+from expanded_nn.modules.layout import refusal, refuse_other_than_sequences
 from expanded_nn.modules.registry import expands, registered
 from expanded_nn.recording.recorder import Recorder
 
@@ -172,7 +172,8 @@ class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
 
     def _refuse_other_shape(self, argument: str, x: Tensor, wanted: tuple[int, ...]) -> None:
         if x.shape != wanted:
-            raise self._refusal(
+            raise refusal(
+                self,
                 f"{argument} has shape {tuple(x.shape)}",
                 f"{wanted}, for {self.pass_batch_size} samples and {self.num_heads} heads",
                 "A mask (T, S) is shared by all samples; one of three dimensions is (B * num_heads, T, S).",

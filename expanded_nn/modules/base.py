@@ -15,13 +15,13 @@ from torch.func import functional_call
 from torch.fx import GraphModule
 from torch.nn.utils import parametrize
 
-from expanded_nn._errors import PerSampleError, complaint, named, refuse_other_kind
+from expanded_nn._errors import complaint, named, refuse_other_kind
 from expanded_nn.common.batch import batch_of, data_in, in_order, tensors
 from expanded_nn.common.meanwhile import meanwhile
 from expanded_nn.common.modes import WithoutSelection, is_selective, outside_of_graph, unseen
 from expanded_nn.common.shared import as_no_view, stood_for
 from expanded_nn.modules import layout
-from expanded_nn.modules.twin_class import as_plain_graph, new_twin, twin_class, unpickled_graph, untouched
+from expanded_nn.modules.twin_class import as_plain_graph, reduced_twin, twin_class, unpickled_graph, untouched
 from expanded_nn.recording.escalate import Learned
 from expanded_nn.recording.expand import Recompute
 from expanded_nn.recording.lift import lifted
@@ -193,8 +193,7 @@ class PerSampleModule(nn.Module):
         if issubclass(self.plain_class, GraphModule):
             with as_plain_graph(self):
                 return unpickled_graph, (kind, *self.__reduce_ex__(protocol)[:2])
-        _, _, *state = cast(tuple[Any, ...], super().__reduce_ex__(protocol))
-        return (new_twin, (kind, self.plain_class), *state)
+        return reduced_twin(kind, self.plain_class, super().__reduce_ex__(protocol))
 
     def __prepare_scriptable__(self) -> Any:
         """Called by `torch.jit.script`, which cannot compile what a twin adds to the plain class."""
@@ -218,8 +217,8 @@ def _with_rows(module: Root | Expanded, recorder: Recorder, args: Any, kwargs: A
         return run(args, kwargs)
 
 
-def _listed(argument: Any) -> Any:
-    """An argument; what an iterator gives, as a list: the forward may run several times, to be compared."""
+def _listed(argument: Any) -> Any:  # as the forward may run several times
+    """An argument; what an iterator gives, as a list."""
     return [*argument] if hasattr(type(argument), "__next__") else argument
 
 
@@ -441,10 +440,6 @@ class Expanded(PerSampleModule):
     def checked(self, x: Tensor, feature_dims: int, *, dim: int = 0, argument: str = "input") -> Tensor:
         """`x` with B rows in dimension `dim`: one per sample, or one that all share, broadcast; others are refused."""
         return layout.checked(self, x, feature_dims, dim, argument)
-
-    def _refusal(self, found: str, wanted: str, remedy: str) -> PerSampleError:
-        """The error about an argument whose samples this layer cannot tell apart."""
-        return layout.refusal(self, found, wanted, remedy)
 
     def _is_batched(self, name: str, parameter: Tensor) -> bool:
         return name in self.ranks and parameter.dim() == self.ranks[name] + 1

@@ -19,7 +19,7 @@ from expanded_nn.core import cost
 from expanded_nn.core.terms import Differentiable, Products
 from expanded_nn.factored import FactoredTensor, as_factored, as_real, materialized, refuse_hidden
 from expanded_nn.modules.base import Expanded, PerSampleModule, all_parameters, recorders_of
-from expanded_nn.recording.recorder import Recorder
+from expanded_nn.recording.recorder import LIVE, Recorder
 from expanded_nn.recording.sharded import is_zero
 from expanded_nn.rows.factors import widened
 
@@ -66,7 +66,38 @@ def recorded(who: str, model: nn.Module) -> tuple[dict[str, nn.Parameter], list[
             "the same settings for all of them",
             "Switch on the whole model at once: per_sample(model, ...).",
         )
+    _refuse_rows_of_other_models(who, parameters, recorders)
     return parameters, recorders
+
+
+def _refuse_rows_of_other_models(
+    who: str, parameters: Mapping[str, nn.Parameter], recorders: Sequence[Recorder]
+) -> None:
+    """Raises where row i of some parameter may not be of the sample that row i of the others is of."""
+    if len(recorders) > 1:
+        backwards = {tuple(pass_.reached_by for pass_ in recorder.store.held) for recorder in recorders}
+        if len(backwards - {()}) > 1:
+            raise complaint(
+                who,
+                "parts of the model were switched on each by itself, and their rows are of different backwards, so "
+                "that row i of the one may be of another sample than row i of the other",
+                "rows of the same backwards in all parts",
+                "Switch on the whole model at once: per_sample(model). Parts that are several models go into one, "
+                "nn.ModuleList([actor, critic]). Or clip each part alone, after its own backward.",
+            )
+    others = [recorder for recorder in LIVE if recorder.store.held]
+    if len(others) < 2:
+        return
+    holders = {name: [one for one in others if one.leaves.has_rows(p)] for name, p in parameters.items()}
+    twice = [name for name, own in holders.items() if len(own) > 1 and not set(own).isdisjoint(recorders)]
+    if twice:
+        raise complaint(
+            who,
+            f"the parameters {first_few(twice)} are in two models that were switched on each by itself, and both have "
+            "rows of them",
+            "one model that holds both, so that all rows of a parameter are kept together",
+            "Put both into one module, and switch that on: per_sample(nn.ModuleList([first, second])).",
+        )
 
 
 def held_rows(parameters: Mapping[str, Tensor], *, adds: bool) -> dict[str, Tensor]:
@@ -224,9 +255,7 @@ def _have_zero_factors(rows: Tensor) -> Tensor:  # (B,)
     for size, terms in as_factored(rows).blocks:
         of_block = torch.ones(size, dtype=torch.bool, device=rows.device)
         for guarded in terms:
-            factors = [factor for factor in guarded.term.factors if factor.is_floating_point() and factor.numel()]
-            vanishing = [factor.reshape(factor.shape[0], -1).eq(0).all(1) for factor in factors]
-            of_block = of_block & torch.stack(vanishing).any(0) if vanishing else of_block
+            of_block = of_block & guarded.term.have_zero_factors()
         zero.append(of_block)
     return torch.cat(zero)
 

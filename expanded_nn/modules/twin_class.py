@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule
 
+from expanded_nn._errors import complaint
 from expanded_nn.common.steady import OWN_STATE
 from expanded_nn.modules.registry import plain_class_of
 
@@ -84,7 +85,28 @@ def _twin_of_graph(kind: type[nn.Module], module: Any) -> Any:
     return module
 
 
-def new_twin(kind: type[nn.Module], plain_class: type[nn.Module]) -> nn.Module:
-    """An empty instance of a twin class, for unpickling and copying."""
+_NEW_OBJECT = object().__reduce_ex__(2)[0]  # makes an instance of a class that does not say how
+
+
+def reduced_twin(kind: type[nn.Module], plain_class: type[nn.Module], reduction: Any) -> tuple[Any, ...]:
+    """How a twin is copied and pickled, by what `__reduce_ex__` gives for it.
+
+    Raises:
+        PerSampleError: If its class has a way of its own, as that would make a plain model.
+    """
+    make, arguments, *state = reduction
+    if make is not _NEW_OBJECT:
+        raise complaint(
+            plain_class.__name__,
+            f"the class has a __reduce__ of its own (by {getattr(make, '__name__', make)}), by which a copy, or "
+            "what is loaded, would be a plain model",
+            "a class that is copied and pickled as others are",
+            "Copy or pickle the plain model, revert(model), and convert what comes of that.",
+        )
+    return (new_twin, (kind, plain_class, *arguments[1:]), *state)
+
+
+def new_twin(kind: type[nn.Module], plain_class: type[nn.Module], *arguments: Any) -> nn.Module:
+    """An empty instance of a twin class, for unpickling and copying; with what its `__new__` takes."""
     module_class = twin_class(kind, plain_class)
-    return module_class.__new__(module_class)
+    return module_class.__new__(module_class, *arguments)

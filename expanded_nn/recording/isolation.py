@@ -108,19 +108,21 @@ def has_hidden_rows(leaf: Leaf) -> bool:
     return leaf.published.rows is not None and is_hidden(leaf.published.rows)
 
 
-def set_rows(recorder: Recorder, passes: Sequence[dict[Leaf, Tensor]], *, appends: bool, joins: bool) -> None:
-    """Holds the rows that a graph has made, pass by pass: in place of those from before, or behind them.
+def set_rows(
+    recorder: Recorder, passes: Sequence[dict[Leaf, Tensor]], call: object, *, appends: bool, joins: bool
+) -> None:
+    """Holds the rows that a graph has made in a call, pass by pass: in place of those from before, or behind them.
 
     If the first pass `joins`, it is that of a forward before the call whose backward has not come, if there is one.
     """
     store, last = recorder.store, recorder.passes.last
     if not appends:
         store.drop_every_pass()
-    for pass_rows in passes:
+    for number, pass_rows in enumerate(passes):
         batch = next(iter(pass_rows.values())).shape[0]
         is_open = joins and last is not None and last.stage is PassStage.OPEN and last.batch == batch
         pass_ = last if last is not None and is_open else recorder.passes.finished(batch)
-        pass_.stage, joins = PassStage.DONE, False
+        pass_.stage, pass_.reached_by, joins = PassStage.DONE, (call, number), False
         store.held[pass_] = pass_rows
     recorder.passes.last = None
     recorder.expanded.clear()

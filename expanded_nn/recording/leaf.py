@@ -370,6 +370,11 @@ class Leaves:
         leaf = self.get(parameter)
         return leaf is not None and leaf.published.rows is rows
 
+    def has_rows(self, parameter: Tensor) -> bool:
+        """Whether rows of a parameter were published."""
+        leaf = self.get(parameter)
+        return leaf is not None and leaf.published.rows is not None
+
     def forget_lost(self) -> list[Leaf]:
         """Forgets the parameters that are gone, and returns their leaves."""
         forgotten = []

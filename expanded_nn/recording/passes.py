@@ -41,6 +41,8 @@ class Pass:
         number: Its place among all passes of a model, in the order of their forwards.
         stage: How far it has come.
         may_get_backward: Whether a backward may still come: none has yet, or it has retained the graph.
+        reached_by: The number of the first backward that has delivered rows of it; of compiled steps, the number of
+            the call and of the pass in it.
         of_others: The passes that other models have in its reentrant checkpoints, by their `Passes` and B.
     """
 
@@ -48,6 +50,7 @@ class Pass:
         self.batch, self.number = batch, number
         self.stage = PassStage.OPEN
         self.may_get_backward = True
+        self.reached_by: Any = None
         self.of_others: dict[tuple[Passes, int], Pass] = {}
 
     def __repr__(self) -> str:

@@ -34,7 +34,7 @@ from expanded_nn.recording.store import Store
 from expanded_nn.recording.watch import Watch
 
 _ONE_DELIVERY = RLock()
-_LIVE: weakref.WeakSet[Recorder] = weakref.WeakSet()  # all: from an unwatched parameter no hook leads to its recorder
+LIVE: weakref.WeakSet[Recorder] = weakref.WeakSet()  # all: from an unwatched parameter no hook leads to its recorder
 
 
 class Recorder:
@@ -65,7 +65,7 @@ class Recorder:
         self.leaves = Leaves()
         self.escalation = Escalation()
         self.begin_anew()
-        _LIVE.add(self)
+        LIVE.add(self)
 
     def begin_anew(self) -> None:
         """Forgets all passes, rows and expansions."""
@@ -241,7 +241,7 @@ class Recorder:
         if forward.is_one_pass:
             pass_ = self.passes.new(batch)
         else:
-            pass_ = linked_pass(self, module, forward.inputs, batch, _LIVE) or self.passes.joined_or_new(batch)
+            pass_ = linked_pass(self, module, forward.inputs, batch, LIVE) or self.passes.joined_or_new(batch)
             if pass_.stage is PassStage.OPEN:
                 self.passes.last = pass_
         self.passes.without_rows = None
@@ -514,5 +514,5 @@ def recorder_of(weight: Tensor) -> Recorder | None:
     watches = [hook for hook in hooks if isinstance(hook, Watch)]
     recorders = [recorder for watch in watches if isinstance(recorder := watch.recorder(), Recorder)]
     if not recorders and weight.requires_grad:  # unfrozen after the last pass began, it is not watched yet
-        recorders = [recorder for recorder in _LIVE if any(recorder.leaves.get(leaf) for leaf in leaves)]
+        recorders = [recorder for recorder in LIVE if any(recorder.leaves.get(leaf) for leaf in leaves)]
     return next((recorder for recorder in recorders if recorder.forward is not None), next(iter(recorders), None))

@@ -50,10 +50,12 @@ class Store:
     def add(self, pass_: Pass, leaf: Leaf, rows: Tensor) -> None:
         """Adds rows `(B, *shape)` of one parameter; a backward may deliver those of one pass in several parts."""
         self._take_over_edits(leaf)
+        backward = running_backward()
         if pass_ not in self.held:
             self.held = dict(sorted([*self.held.items(), (pass_, {})], key=lambda item: item[0].number))
+            pass_.reached_by = backward
         pass_rows = self.held[pass_]
-        self.backwards.add(running_backward())
+        self.backwards.add(backward)
         pass_rows[leaf] = pass_rows[leaf] + rows if leaf in pass_rows else rows
         self._publish(leaf, anew=pass_ in leaf.published.passes)
 

@@ -63,19 +63,24 @@ Block = tuple[int, tuple[Guarded, ...]]  # how many rows, and the terms that add
 class Cell:
     """The rows that a factored tensor shares with its aliases (detached, reshaped).
 
-    Invariant: the rows are held once, in `blocks` or in `dense`; where `dense` is set, `blocks` is empty.
+    Invariant: the rows are held once, in `blocks` or as `dense`; where these are set, `blocks` is empty.
     """
 
     def __init__(self, blocks: Sequence[Block], kind: Kind) -> None:
         self.blocks: tuple[Block, ...] = tuple(blocks)
         self.dense: Tensor | None = None  # (B, *row_shape)
         self.kind = kind
-        self.version = 0  # counts the in-place changes of the rows
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the rows have been made dense."""
+        return self.dense is not None
 
     def merge(self) -> tuple[Block, ...]:
         """The blocks, with the terms of each merged by kind."""
-        if self.dense is not None:
-            return ((self.dense.shape[0], (Guarded.of(Dense.of(self.dense)),)),)
+        if self.is_dense:
+            rows = self.densify()
+            return ((rows.shape[0], (Guarded.of(Dense.of(rows)),)),)
         for _, terms in self.blocks:
             if len(terms) > 1:
                 self.blocks = tuple((size, _merged(own)) for size, own in self.blocks)
@@ -84,8 +89,9 @@ class Cell:
 
     def unchanged(self) -> list[algebra.Block]:
         """The blocks for the algebra; raises if a factor was changed in place."""
-        if self.dense is not None:
-            return [(self.dense.shape[0], (Dense.of(self.dense),))]
+        if self.is_dense:
+            rows = self.densify()
+            return [(rows.shape[0], (Dense.of(rows),))]
         blocks = self.merge()
         for _, terms in blocks:
             for guarded in terms:
@@ -100,6 +106,34 @@ class Cell:
                 out = memory.empty((blocks[0][0], *self.kind.row_shape), self.kind.dtype, self.kind.device)
             self.dense = algebra.dense(blocks, self.kind, out).contiguous()  # as the wrapper says it is
             self.blocks = ()
+        return self.dense
+
+    def to_read(self, memory: Recycled | None = None) -> Tensor:
+        """The rows, not to be changed; they are held from then on, but those of a slice."""
+        return self.densify(memory)
+
+
+class Slice(Cell):
+    """Some of the rows of another cell, `whole[part]`: once that is dense, a part of its memory.
+
+    So what is written into a slice is written into the whole, and the other way around, as with any tensor. To be read
+    alone it takes no more memory than its own rows.
+    """
+
+    def __init__(self, blocks: Sequence[Block], whole: Cell, part: slice) -> None:
+        super().__init__(blocks, whole.kind)
+        self.whole, self.part = whole, part
+
+    @property
+    def is_dense(self) -> bool:
+        return self.whole.is_dense
+
+    def to_read(self, memory: Recycled | None = None) -> Tensor:
+        return self.densify() if self.is_dense else algebra.dense(self.unchanged(), self.kind, None).contiguous()
+
+    def densify(self, memory: Recycled | None = None) -> Tensor:
+        if self.dense is None:
+            self.dense, self.blocks = self.whole.densify()[self.part], ()
         return self.dense
 
 

@@ -10,7 +10,6 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from expanded_nn._errors import complaint
 from expanded_nn.common.modes import without_autocast
 from expanded_nn.common.traced import is_traced
 from expanded_nn.core import algebra, cost, kronecker
@@ -40,14 +39,12 @@ class Rows(Tensor):
     """Rows held as their factors, with their algebra; `factored.py` adds what makes them a tensor."""
 
     _cell: Cell
-    _source: tuple[Cell, int] | None  # the rows this one was sliced from, and their version then
 
     @staticmethod
-    def __new__(cls: type[R], cell: Cell, shape: Sequence[int], source: tuple[Cell, int] | None = None) -> R:
+    def __new__(cls: type[R], cell: Cell, shape: Sequence[int]) -> R:
         kind = cell.kind
         tensor: R = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=kind.dtype, device=kind.device)
         tensor._cell = cell
-        tensor._source = source
         return tensor
 
     @classmethod
@@ -60,7 +57,6 @@ class Rows(Tensor):
     @property
     def blocks(self) -> tuple[Block, ...]:
         """The groups of rows, each with its guarded terms."""
-        self._check_source()
         return self._cell.merge()
 
     def terms(self) -> tuple[Term, ...]:
@@ -69,13 +65,12 @@ class Rows(Tensor):
 
     def _unchanged(self) -> list[algebra.Block]:
         """The terms of all blocks, to compute with; raises if a factor was changed in place."""
-        self._check_source()
         return self._cell.unchanged()
 
     @property
     def is_dense(self) -> bool:
         """Whether the rows have been made dense."""
-        return self._cell.dense is not None
+        return self._cell.is_dense
 
     def held_matrix(self) -> Tensor | None:
         """The rows as `(B, numbers in a row)`, if they are held as such a matrix; not to be changed."""
@@ -103,14 +98,18 @@ class Rows(Tensor):
             self._rows()
 
     def dense(self) -> Tensor:
-        """The rows as a plain tensor `(B, *shape)`; they stay dense from then on."""
+        """The rows as a plain tensor `(B, *shape)`; they stay dense from then on. Those of a slice may be a copy."""
         rows = self._rows()
         return self.clone() if self.requires_grad and torch.is_grad_enabled() else rows
 
     def _rows(self, memory: Recycled | None = None) -> Tensor:
-        self._check_source()
         with torch.no_grad(), without_autocast():
-            return self._cell.densify(memory).view(self.shape)
+            return self._cell.to_read(memory).view(self.shape)
+
+    def in_memory(self) -> Tensor:
+        """The dense rows, to be changed or viewed: those of a slice are in the memory of the whole."""
+        with torch.no_grad(), without_autocast():
+            return self._cell.densify().view(self.shape)
 
     @_in_own_dtype
     def squared_norms(self, products: Products | None = None) -> Tensor:
@@ -199,15 +198,6 @@ class Rows(Tensor):
         """The kind of the rows in the shape of this tensor."""
         return self._cell.kind._replace(row_shape=tuple(self.shape[1:]))
 
-    def _check_source(self) -> None:
-        if self._source is not None and self._source[0].version != self._source[1]:
-            raise complaint(
-                "grad_sample",
-                "rows that were chosen from a factored gradient are used after the gradient was changed in place",
-                "no in-place change between the two",
-                "Choose the rows again, or clone them.",
-            )
-
     def _remade(self, change: Callable[[Term], Term]) -> list[Block]:
         return [(size, tuple(guarded.derived(change) for guarded in terms)) for size, terms in self.blocks]
 
@@ -253,13 +243,3 @@ def scaled_blocks(rows: Rows, by_row: Tensor | float) -> list[Block]:
         blocks.append((size, tuple(guarded.derived(methodcaller("scaled", part)) for guarded in terms)))
         start += size
     return blocks
-
-
-def refuse_in_place() -> None:
-    """Raises for a change of chosen rows, which to autograd are no view of the others."""
-    raise complaint(
-        "grad_sample",
-        "an in-place change of rows that were chosen from a factored gradient",
-        "a change of the whole gradient, or of a copy",
-        "Clone the rows first.",
-    )

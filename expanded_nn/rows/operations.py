@@ -15,7 +15,7 @@ from torch import Tensor
 
 from expanded_nn.common.modes import running_backward
 from expanded_nn.core.terms import Outer, Term
-from expanded_nn.rows.cell import Cell
+from expanded_nn.rows.cell import Cell, Slice
 from expanded_nn.rows.factors import R, Rows, average, scaled_blocks, widened
 
 aten = torch.ops.aten
@@ -104,11 +104,11 @@ def _viewed(rows: Rows, shape: Sequence[int]) -> Any:
     shape = torch.empty(rows.shape, device="meta").view(*shape).shape
     if shape[0] != rows.shape[0]:
         return NotImplemented
-    return type(rows)(rows._cell, shape, rows._source)
+    return type(rows)(rows._cell, shape)
 
 
 def _aliased(rows: R) -> R:
-    return type(rows)(rows._cell, rows.shape, rows._source)
+    return type(rows)(rows._cell, rows.shape)
 
 
 def _cloned(rows: Rows, *, memory_format: Any = None) -> Any:
@@ -122,6 +122,8 @@ def _converted(rows: Rows, *, dtype: Any = None, **options: Any) -> Any:
     asks_for_more = any(value is not None for key, value in options.items() if key != "non_blocking")
     if rows.is_dense or dtype is None or asks_for_more or not (dtype.is_floating_point or dtype.is_complex):
         return NotImplemented  # whole numbers of the factors would not be those of the rows
+    if torch.finfo(dtype).max < 1e30 and dtype != rows.dtype:  # float16 may hold the rows, and not their factors
+        return NotImplemented
     return rows._like(rows._remade(lambda term: term.to(dtype)), rows.shape, dtype)
 
 
@@ -135,29 +137,27 @@ def _catenated(tensors: Sequence[Any], dim: int = 0) -> Any:
     return first._like([block for rows in tensors for block in rows.blocks], (size, *first.shape[1:]))
 
 
-def _chosen(rows: Rows, choose: Callable[[Tensor], Tensor], *, alias: bool) -> Any:
+def _chosen(rows: Rows, choose: Callable[[Tensor], Tensor]) -> Any:
     """Some of the rows, from some of each factor: `choose` takes them from any tensor `(B, ...)`."""
     if rows.is_dense or len(rows.blocks) != 1:
         return NotImplemented
-    ((_, terms),) = rows.blocks
     size = choose(torch.empty(rows.shape[0], 0, device=rows.device)).shape[0]
-    parts = tuple(guarded.derived(lambda term: term.map(choose)) for guarded in terms)
-    chosen = rows._like([(size, parts)], (size, *rows.shape[1:]))
-    if alias:
-        chosen._source = rows._source or (rows._cell, rows._cell.version)
-    return chosen
+    ((_, block),) = rows._remade(lambda term: term.map(choose))
+    return rows._like([(size, block)], (size, *rows.shape[1:]))
 
 
 def _sliced(rows: Rows, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
-    if dim % rows.dim() != 0:
-        return NotImplemented
-    return _chosen(rows, lambda factor: factor[start:end:step], alias=True)
+    part = slice(start, end, step)
+    chosen = NotImplemented if dim % rows.dim() else _chosen(rows, lambda factor: factor[part])
+    if chosen is not NotImplemented:
+        chosen._cell = Slice(chosen._cell.blocks, rows._cell, part)
+    return chosen
 
 
 def _indexed(rows: Rows, indices: Sequence[Any]) -> Any:
     if len(indices) != 1 or indices[0] is None or indices[0].dim() != 1:
         return NotImplemented
-    return _chosen(rows, lambda factor: factor[indices[0]], alias=False)
+    return _chosen(rows, lambda factor: factor[indices[0]])
 
 
 def _index_selected(rows: Rows, dim: int, index: Tensor) -> Any:
@@ -197,7 +197,7 @@ def _padded(rows: Rows, sizes: Sequence[int], dim: int, start: int, end: int, st
 
 
 def _times_vector(rows: Any, vector: Any) -> Any:
-    if not isinstance(rows, Rows) or isinstance(vector, Rows) or vector.dtype != rows.dtype:
+    if not isinstance(rows, Rows) or isinstance(vector, Rows) or vector.dtype != rows.dtype or rows.dim() != 2:
         return NotImplemented
     return rows.matvec(vector)
 
@@ -226,7 +226,7 @@ def _einsum(equation: str, *operands: Any) -> Any:
 
 def _assigned(rows: Any, *_: Any) -> Any:
     if isinstance(rows, Rows):
-        rows._rows()
+        rows.in_memory()
     return NotImplemented
 
 

@@ -10,7 +10,7 @@ import io
 import random
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -3695,3 +3695,107 @@ def test_positions_that_all_samples_share_have_as_many_numbers_as_indices() -> N
 
     model = Positions()
     right(on(model), model, lambda m, x: m(x), torch.tensor([3.0, 5.0, 4.0]))
+
+
+# --- a table of as many rows as there are samples, which is met where a mask says -------------------------------------
+
+
+class Filled(nn.Module):
+    """Masked positions are those of a table, computed from a parameter in some way."""
+
+    def __init__(self, table: Callable[[Any, int], Tensor], join: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.w, self.v, self.table, self.join = (
+            nn.Parameter(torch.randn(D, D)),
+            nn.Parameter(torch.randn(D)),
+            table,
+            join,
+        )
+        self.register_buffer("pe", torch.randn(10, D))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return F.linear(self.join(mask[..., None], self.table(self, x.shape[1]), x), self.w) * self.v
+
+
+TABLES: dict[str, Callable[[Any, int], Tensor]] = {
+    "look-up": lambda m, T: F.embedding(torch.arange(T) % D, m.w),
+    "buffer": lambda m, T: m.pe[:T] * m.v,
+    "expanded": lambda m, T: m.v.expand(T, D),
+    "product": lambda m, T: m.pe[:T] @ m.w,
+    "linear": lambda m, T: F.linear(m.pe[:T], m.w),
+    "numbers": lambda m, T: torch.linspace(0, 1, T)[:, None] * m.v,
+    "zeros": lambda m, T: torch.zeros(T, D) + m.v,
+}
+JOINED: dict[str, Callable[..., Tensor]] = {
+    "where": torch.where,
+    "lerp": lambda mask, table, x: x.lerp(table, mask.to(x)),
+    "addcmul": lambda mask, table, x: torch.addcmul(x, mask.to(x), table),
+    "maximum": lambda mask, table, x: torch.maximum(x, torch.where(mask, table, -9.0)),
+}
+
+
+@pytest.mark.parametrize("behind_a_layer", [False, True])
+@pytest.mark.parametrize("join", JOINED)
+@pytest.mark.parametrize("table", TABLES)
+def test_a_table_that_a_mask_has_hidden_so_far(table: str, join: str, behind_a_layer: bool) -> None:
+    """While no position is masked, nothing tells that its rows are no samples."""
+
+    class Behind(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin, self.filled = nn.Linear(D, D), Filled(TABLES[table], JOINED[join])
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return self.filled(self.lin(x), mask)
+
+    module = Behind() if behind_a_layer else Filled(TABLES[table], JOINED[join])
+    model = on(module)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", enn.PerSampleWarning)  # it may go sample by sample
+        for seed in range(4):
+            mask = torch.zeros(B, B, dtype=torch.bool)
+            mask[:, -1] = seed >= 2
+            model.zero_grad()
+            right(model, module, forward, values(B, B, D, seed=seed), mask)
+
+
+# --- iterators --------------------------------------------------------------------------------------------------------
+
+
+class Up(nn.Module):
+    """Goes through an argument, which an iterator gives once only."""
+
+    def __init__(self, *, own: bool) -> None:
+        super().__init__()
+        self.lin = nn.Linear(D, D)
+        self.v = nn.Parameter(torch.ones(D)) if own else None
+
+    def forward(self, x: Tensor, skips: Iterable[Tensor]) -> Tensor:
+        x = x if self.v is None else x * self.v
+        for skip in skips:
+            x = torch.tanh(self.lin(x) + skip)
+        return x
+
+
+ITERATORS: dict[str, Callable[[list[Tensor]], Any]] = {
+    "reversed": reversed,
+    "iter": iter,
+    "map": lambda skips: map(torch.neg, skips),
+    "generator": lambda skips: (2 * skip for skip in skips),
+}
+
+
+@pytest.mark.parametrize("compare", [True, False])
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("make", ITERATORS)
+def test_an_iterator_as_an_argument(make: str, own: bool, compare: bool) -> None:
+    """A forward that runs several times, as to be compared, goes through all of it each time."""
+    module = Up(own=own)
+    model = on(module, compare=compare)
+
+    def step(m: Any, x: Tensor, *skips: Tensor) -> Tensor:
+        return m(x, ITERATORS[make](list(skips)))
+
+    for _ in range(2):
+        model.zero_grad()
+        right(model, module, step, values(), values(seed=2), values(seed=3))

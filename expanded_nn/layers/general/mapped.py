@@ -257,7 +257,8 @@ class Mapper:
     def _not_folded(self, error: Exception) -> PerSampleError:
         """The error where the forward fails with an even part of the rows of a folded argument."""
         shapes = [tuple(x.shape) for x, dim in zip(self.call.leaves, self.call.dims, strict=True) if dim == FOLDED]
-        return self.module._refusal(  # type: ignore[no-any-return]
+        return refusal(
+            self.module,
             f"an argument has shape {shapes[0]}, several rows of each sample, and on an even part of them its forward "
             f"fails ({error})",
             "equally many rows of each sample, one sample's after the other's",
@@ -293,7 +294,8 @@ class Mapper:
 
     def _changes(self, error: Exception) -> PerSampleError:
         """The error where torch cannot change in place what is one tensor for all samples."""
-        return self.module._refusal(  # type: ignore[no-any-return]
+        return refusal(
+            self.module,
             f"its forward changes in place what all samples share, such as a parameter ({error})",
             "a forward that leaves it as it is",
             "Change parameters after the optimizer's step, or in the forward of a module around this one that has no "
@@ -345,7 +347,8 @@ class Mapper:
         may_be_features = usual == 1 and output.dim() == 2 and 0 in ones  # (1, features), if not (T, 1)
         if not ones or (self.guests and (may_be_features or usual not in ones)):
             of_all = self.call.batch in output.shape
-            raise self.module._refusal(
+            raise refusal(
+                self.module,
                 f"for one sample its forward returns a tensor of shape {tuple(output.shape)}",
                 f"size 1 in dimension {usual}, where the samples stand",
                 ("Give a tensor in place of a list with an entry for each sample. " if of_all else "")
@@ -364,7 +367,8 @@ class Mapper:
     def _refuse_folded_alone(self, returned: Any, possible_dims: list[list[int]]) -> None:
         """Raises where all results are folded: nothing in them tells whether arguments were folded in that order."""
         if possible_dims and all(dims == [FOLDED] for dims in possible_dims):
-            raise self.module._refusal(
+            raise refusal(
+                self.module,
                 f"for one sample its forward returns a tensor of shape {tuple(tensors_of(returned)[0].shape)}",
                 "a result with one row per sample",
                 "Return tensors with a batch dimension.",
@@ -377,7 +381,8 @@ class Mapper:
         """
         batch, is_column = self.call.batch, output.dim() == 2 and output.shape[1] == 1
         if usual == 1 and is_column and len(output) in (1, batch) and set(self.call.dims) <= {None} and batch > 1:
-            raise self.module._refusal(
+            raise refusal(
+                self.module,
                 f"its forward returns a tensor of shape {tuple(output.shape)} for arguments that all samples share, as "
                 "it seems; in a model with batch_first=False its rows may be positions, or samples",
                 "a shape that says which",
@@ -389,7 +394,8 @@ class Mapper:
         unknown = [leaf for leaf in flatten(result)[0] if not isinstance(leaf, Tensor) and not is_cache(leaf)]
         holders = [type(leaf).__name__ for leaf in unknown if any(map(is_of_one_sample, contents(leaf)))]
         if holders:
-            raise self.module._refusal(
+            raise refusal(
+                self.module,
                 f"its forward returns tensors inside of a {holders[0]}",
                 "tensors, or lists, tuples, dicts and dataclasses of them",
                 f"Return the tensors and make the {holders[0]} of them outside; or hold the parameter in a small "
@@ -404,8 +410,11 @@ class Mapper:
             raise keeping(self.module, "an object that it returns")
         values = [[leaf for leaf in leaves if isinstance(leaf, bool | int | float | str)] for leaves in others]
         if any(own != values[0] for own in values):
-            raise self.module._refusal(
-                "its forward returns numbers that differ from sample to sample", "tensors", "Return tensors."
+            raise refusal(
+                self.module,
+                "its forward returns numbers that differ from sample to sample",
+                "tensors",
+                "Return tensors.",
             )
 
     def without_samples(self) -> Any:

@@ -34,6 +34,7 @@ from expanded_nn.layers.general.trial import Told, Trial
 from expanded_nn.layers.general.whole import reads_of_its_own
 from expanded_nn.layers.general.whole_batch import WholeBatch
 from expanded_nn.modules.base import Expanded
+from expanded_nn.modules.layout import refusal
 from expanded_nn.recording.forward import InputNotes
 from expanded_nn.recording.lift import Lent, Slot, parameters_of
 from expanded_nn.recording.recorder import Recorder
@@ -201,7 +202,8 @@ class General(Expanded):
     def _refuse_square(self, others: list[Tensor], batch: int) -> None:
         for tensor in others:
             if batch > 1 and tensor.shape == (batch, batch):
-                raise self._refusal(
+                raise refusal(
+                    self,
                     f"an argument has shape {tuple(tensor.shape)}, one row per sample or a matrix that all share",
                     "an argument that can be read in one way only",
                     "Say that all share it: model(x, shared_by_all(matrix)); or make it a buffer.",
@@ -238,7 +240,8 @@ class General(Expanded):
         sharded = self._recorder is not None and self._recorder.leaves.sharded
         within = [name for name, module in self.named_modules() if name and is_sharded(module)] if sharded else ()
         if within:
-            raise self._refusal(
+            raise refusal(
+                self,
                 f"it has parameters of its own, or its samples go through it alone, and FSDP shards {within[0]!r} by "
                 "itself, which is within it",
                 "a module whose parameters are gathered together",

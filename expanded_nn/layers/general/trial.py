@@ -43,6 +43,7 @@ from expanded_nn.layers.general.mapped import (
 )
 from expanded_nn.layers.general.plain import Plain, is_float
 from expanded_nn.layers.general.samples import Memo
+from expanded_nn.modules.layout import refusal
 from expanded_nn.recording.lift import swapped
 
 
@@ -231,7 +232,8 @@ class Trial:
         )
 
     def _refuse_reduced(self) -> PerSampleError:
-        return self.module._refusal(  # type: ignore[no-any-return]
+        return refusal(
+            self.module,
             "its forward returns a number that is neither the mean nor the sum of what it returns for single samples, "
             "or may be both",
             "a loss that is one of the two",
@@ -367,7 +369,8 @@ class Trial:
         size = self._size_of_arguments()
         for result, plain, dim in zip(results, expected, dims, strict=True):
             if plain.shape == (1,) and self.batch > 1:  # (B,) would broadcast with (B, 1) to (B, B)
-                raise self.module._refusal(
+                raise refusal(
+                    self.module,
                     "its forward returns a tensor of shape (1,) that all samples share",
                     "a tensor with a batch dimension",
                     OF_PARAMETERS,
