@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Hashable
 from contextlib import suppress
 from operator import attrgetter
 from threading import Lock, RLock, Thread, current_thread, get_ident
-from types import CodeType
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -21,7 +20,7 @@ from expanded_nn.common.modes import running_backward
 from expanded_nn.common.steady import is_generator
 from expanded_nn.common.traced import FirstEager, LookFirst, OnlyEager, TraceError, is_traced, recorders_met
 from expanded_nn.compiling.backends import Backend, CompilerError, backend_of, draws_alike
-from expanded_nn.compiling.called import Called
+from expanded_nn.compiling.called import Called, Code
 from expanded_nn.compiling.comparison import run_beside
 from expanded_nn.compiling.families import Family, LastCall, Met, Shapes, is_gone
 from expanded_nn.compiling.kinds import Call, of_models, of_surroundings
@@ -173,7 +172,7 @@ class Graphs:
         last: The last call, if a graph ran or such calls run eagerly for good; not if gradients from before the call
             made a difference.
         warnings: The warnings that were given, each of them once.
-        called: The code that has run and is not looked at yet, by its id, each with the name of its module.
+        called: The code that has run and is not looked at yet, by its id, each with its global namespace.
     """
 
     def __init__(self, step: Callable[..., Any], backend: str | Backend, options: dict[str, Any]) -> None:
@@ -184,7 +183,7 @@ class Graphs:
         self.first_shapes: dict[Hashable, list[Shapes]] = {}
         self.last: LastCall | None = None
         self.warnings: set[str] = set()
-        self.called: dict[int, tuple[CodeType, str]] = {}
+        self.called: dict[int, Code] = {}
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the step."""

@@ -1,10 +1,12 @@
 """`enn.compile`: the numbers that a step finds by names, in whatever holds them, are those of the call."""
 
+import gc
 import importlib
 import itertools
 import operator
 import os
 import sys
+import warnings
 import weakref
 from array import array
 from collections import UserDict, deque
@@ -426,6 +428,18 @@ def registered_module() -> ModuleType:
 
 
 GET, GET_ITEM, CALL = operator.attrgetter("_kept"), operator.itemgetter("kept"), operator.methodcaller("value")
+
+
+def with_a_constant() -> list[Any]:
+    """A tuple whose class has a constant, and which no variable of the step's functions names."""
+
+    class Bounds(NamedTuple):
+        name: str
+
+    Bounds.limit = 1.0  # type: ignore[attr-defined]
+    return [Bounds("")]
+
+
 HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], float], Callable[[Any], Any]]] = {
     "property": (OfProperty, lambda held: held.limit, scale_kept),
     "call": (OfProperty, lambda held: held(), scale_kept),
@@ -435,6 +449,11 @@ HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], float], Callable[[Any],
     "static_method": (OfProperty, lambda held: held.of_global(), halve_global),
     "class_method": (OfProperty, lambda held: held.of_class(), halve_global),
     "class_attribute": (OfClass, lambda held: held.limit, lambda held: setattr(OfClass, "limit", 0.1)),
+    "constant_of_a_tuple": (
+        with_a_constant,
+        lambda held: held[0].limit,
+        lambda held: setattr(type(held[0]), "limit", 0.1),
+    ),
     "slots": (InSlots, lambda held: held.limit, halve_limit),
     "any_attribute": (Limits, lambda held: getattr(held, ATTRIBUTE), halve_limit),
     "deep": (lambda: Chain(5), lambda held: fourth(held).limit, lambda held: halve_limit(fourth(held))),
@@ -757,6 +776,64 @@ def test_numbers_that_are_found_in_other_ways(
             assert not compiled._graphs.last.seen.holds()
         assert_same_results(model, compiled, step, x, y)
     assert len(graphs(compiled)) == 2
+
+
+@pytest.mark.parametrize("name", ["method_that_only_a_library_calls", "function_in_a_registry"])
+def test_functions_that_no_name_leads_to_in_a_frozen_heap(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`gc.freeze` hides from `gc` who refers to their code."""
+    monkeypatch.setitem(globals(), "LIMIT", 1.0)
+    make, read, change = HELD[name]
+    model, held, (x, y) = enn.convert(small()).per_sample(), make(), samples(4)[0]
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        F.cross_entropy(model(x), y).backward()
+        return enn.clip_grad_sample_norms_(model, read(held)), [parameter.grad for parameter in model.parameters()]
+
+    compiled = enn.compile(step, backend="eager")
+    gc.freeze()
+    try:
+        for number in range(8):
+            if number == 5:
+                change(held)
+            assert_same_results(model, compiled, step, x, y)
+    finally:
+        gc.unfreeze()
+    assert len(graphs(compiled)) == 2
+
+
+def test_a_variable_that_a_trace_makes_is_gone_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The eager step that follows at once finds what it would find without a trace."""
+    model, (x, y) = enn.convert(small()).per_sample(), samples(4)[0]
+    found = []
+
+    def step(x: Tensor, y: Tensor) -> None:
+        global MADE_BY_THE_STEP
+        found.append("MADE_BY_THE_STEP" in globals())
+        MADE_BY_THE_STEP = 1
+        F.cross_entropy(model(x), y).backward()
+
+    compiled = enn.compile(step, backend="eager")
+    for _ in range(3):
+        monkeypatch.delitem(globals(), "MADE_BY_THE_STEP", raising=False)
+        model.zero_grad()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", enn.PerSampleWarning)  # it runs eagerly, as it sets a variable
+            compiled(x, y)
+    assert not any(found)
+
+
+def test_an_array_that_is_returned() -> None:
+    """A graph would return that of the trace at each call."""
+    model, (x, y), calls = enn.convert(small()).per_sample(), samples(4)[0], itertools.count()
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        F.cross_entropy(model(x), y).backward()
+        return np.full(2, float(next(calls)))
+
+    compiled = enn.compile(step, backend="eager")
+    with pytest.warns(enn.PerSampleWarning, match="runs eagerly, as"):
+        results = [compiled(x, y) for _ in range(4)]
+    assert len({float(result[0]) for result in results}) == 4
 
 
 class Decorated:

@@ -31,7 +31,7 @@ _BEHIND: dict[type, str] = {  # where others than functions have the function th
     CACHED: "__wrapped__",
 }
 _FUNCTIONS: Any = FunctionType, MethodType, *_BEHIND
-_NOTHING = object()
+NOTHING = object()  # in place of a value that is not there
 
 
 class Outside:
@@ -59,8 +59,8 @@ class Outside:
     def put_back(self) -> None:
         """Gives all that has changed the value and the contents that it had."""
         for owner, name, value in self.places.values():
-            if _value_in(owner, name) is not value:
-                _put(owner, name, value)
+            if value_in(owner, name) is not value:
+                put(owner, name, value)
         for container, before in self.containers:
             put_back(container, before)
 
@@ -115,8 +115,8 @@ class Outside:
 
     def _look_into(self, owner: Any, names: Iterable[str], words: Iterable[str]) -> None:
         for name in names:
-            value = _value_in(owner, name)
-            if value is not _NOTHING and (id(owner), name) not in self.places:
+            value = value_in(owner, name)
+            if value is not NOTHING and (id(owner), name) not in self.places:
                 self.places[id(owner), name] = owner, name, value
                 self._left.append((value, words))
 
@@ -140,7 +140,7 @@ def put_back(container: Any, before: Any, kept: Iterable[Any] = ()) -> None:
         return
     for key in [key for key in container if key not in before and key not in kept]:
         base.__delitem__(container, key)
-    changed = {key: value for key, value in before.items() if base.get(container, key, _NOTHING) is not value}
+    changed = {key: value for key, value in before.items() if base.get(container, key, NOTHING) is not value}
     if changed:
         base.update(container, changed)
     if not kept and not all(map(is_, container, before)):
@@ -166,17 +166,22 @@ def _function_behind(value: Any) -> Any:
     return next((getattr(value, name) for kind, name in _BEHIND.items() if isinstance(value, kind)), None)
 
 
-def _value_in(owner: Any, name: str) -> Any:
+def value_in(owner: Any, name: str) -> Any:
+    """What a dict, a class or the variable of a function has under a name; `NOTHING` if there is none."""
     if isinstance(owner, dict):
-        return owner.get(name, _NOTHING)
+        return owner.get(name, NOTHING)
     try:
-        return owner.cell_contents if isinstance(owner, CellType) else vars(owner).get(name, _NOTHING)
+        return owner.cell_contents if isinstance(owner, CellType) else vars(owner).get(name, NOTHING)
     except ValueError:  # the variable has no value yet
-        return _NOTHING
+        return NOTHING
 
 
-def _put(owner: Any, name: str, value: Any) -> None:
-    if isinstance(owner, dict):
+def put(owner: Any, name: str, value: Any) -> None:
+    """Sets what `value_in` gives; with `NOTHING` the name is gone."""
+    if value is NOTHING:
+        if value_in(owner, name) is not NOTHING:
+            owner.pop(name) if isinstance(owner, dict) else delattr(owner, name)
+    elif isinstance(owner, dict):
         owner[name] = value
     else:
         setattr(owner, name, value)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
+Code = tuple[CodeType, dict[str, Any]]  # code and its global namespace
 Place = tuple[dict[Any, Any], Any]  # a dict and a key in it
 _WRAPPERS = staticmethod, classmethod, property
 
@@ -18,11 +19,11 @@ class Called:
     It is what `sys.settrace` calls for each new frame; what was there before, as a debugger, is called in between.
 
     Attributes:
-        codes: The code by its id, each with the name of the module that it is of.
+        codes: The code by its id, each with its global namespace.
     """
 
     def __init__(self) -> None:
-        self.codes: dict[int, tuple[CodeType, str]] = {}
+        self.codes: dict[int, Code] = {}
 
     def __enter__(self) -> Called:
         former: Any = sys.gettrace()
@@ -41,11 +42,11 @@ class Called:
             self._set(self._former)
 
 
-def _noting(codes: dict[int, tuple[CodeType, str]], former: Callable[..., Any] | None) -> Callable[..., Any]:
+def _noting(codes: dict[int, Code], former: Callable[..., Any] | None) -> Callable[..., Any]:
     def note(frame: FrameType, event: str, argument: Any) -> Any:
         code = frame.f_code
         if id(code) not in codes:
-            codes[id(code)] = code, str(frame.f_globals.get("__name__", ""))
+            codes[id(code)] = code, frame.f_globals
         return None if former is None else former(frame, event, argument)
 
     return note
@@ -78,14 +79,22 @@ class Ran:
         """Whether the code of a function, if it is one, has run."""
         return isinstance(function, FunctionType) and id(function.__code__) in self._codes
 
-    def add_unnamed(self, codes: Iterable[CodeType]) -> list[FunctionType]:
-        """Adds code that no name leads to; returns the functions, as far as there are any still, whose code is new."""
-        new = {id(code): code for code in codes if id(code) not in self.unnamed and code.co_name != "<module>"}
-        self.unnamed |= new
-        referrers = gc.get_referrers(*new.values()) if new else []
+    def add_unnamed(self, codes: Iterable[Code]) -> tuple[list[FunctionType], list[Code]]:
+        """Adds code that no name leads to.
+
+        Returns:
+            The functions whose code is new, as far as there are any still; and new code of which no function is found,
+            as `gc.freeze` hides those from before.
+        """
+        new = {id(code): (code, namespace) for code, namespace in codes if code.co_name != "<module>"}
+        new = {key: value for key, value in new.items() if key not in self.unnamed}
+        self.unnamed |= {key: code for key, (code, _) in new.items()}
+        referrers = gc.get_referrers(*(code for code, _ in new.values())) if new else []
         functions = [value for value in referrers if isinstance(value, FunctionType) and id(value.__code__) in new]
         self.places += _places_of(functions) if functions else []
-        return functions
+        for function in functions:
+            new.pop(id(function.__code__), None)
+        return functions, [*new.values()]
 
 
 def _places_of(functions: list[FunctionType]) -> list[Place]:

@@ -76,6 +76,8 @@ class Comparison:
             self.pairs.setdefault(group, []).append((name, numbers[0], numbers[1]))
         elif isinstance(found, Tensor) or isinstance(wanted, Tensor) or _are_other_numbers(found, wanted):
             self.differ(name)
+        elif has_numbers(found) and type(found) is type(wanted) and bytes_of(found) != bytes_of(wanted):
+            self.differ(name, "return a tensor, or make the array after the call")
 
     def add_rows(self, name: str, found: Tensor, wanted: Tensor) -> None:
         """Adds per-sample gradients: a weighted sum of each, for which rows need not be dense."""
@@ -130,7 +132,7 @@ class _Before:
     """The numbers and tensors in Python before an eager step, which may change some that its graph does not."""
 
     def __init__(self, referred: Referred, roots: Sequence[Any]) -> None:
-        self.referred, self.variables = referred, referred.variables()
+        self.variables = referred.variables()
         self.state = State(roots, referred)
         places = (place for _, before in self.state.kept for place in items_in(before).items())
         values = [value for name, value in places if isinstance(value, Tensor) and name != WAITING]
@@ -164,8 +166,8 @@ class _Before:
                         comparison.differ(f"{kind} to which the step adds something", _COUNTED)
                 else:
                     _add_change(comparison, name, old, value)
-        for old_one, new_one in zip(self.variables, self.referred.variables(), strict=False):
-            _add_change(comparison, old_one.name, old_one.value, new_one.value)
+        for variable in self.variables:
+            _add_change(comparison, variable.name, variable.value, variable.now())
 
 
 def _by_id(items: Iterable[Any]) -> dict[Any, Any]:

@@ -160,7 +160,8 @@ class Look:
     def _of_contents(self, value: Any) -> Hashable:
         """The key of an object, with what counts in it."""
         cls: Any = type(value)
-        of_object = self._of_object(value) if hasattr(value, "__dict__") or slots_of(cls) else ()
+        has_attributes = hasattr(value, "__dict__") or slots_of(cls) or is_the_users(cls)
+        of_object = self._of_object(value) if has_attributes else ()
         if isinstance(value, partial):
             of_keywords = self._of_places(value.keywords, value.keywords, itemgetter, list(value.keywords))
             return cls, self._key(value.func), self._key(value.args), of_keywords
@@ -184,8 +185,7 @@ class Look:
 
     def _of_attributes(self, value: Any) -> Hashable:
         """The key of the attributes of a function or a tensor that count."""
-        words = {*self._names.words, "registry"}  # of singledispatch
-        named = [name for name in [*vars(value)] if name in words]
+        named = [name for name in [*vars(value)] if name in self._names.words or name == "registry"]  # singledispatch's
         return self._of_places(value, vars(value), itemgetter, named)
 
     def _of_parameter(self, value: nn.Parameter) -> Hashable:
@@ -244,8 +244,9 @@ class Look:
             self.seen.holders.append(value)
             of_any_name = constants(attributes) if isinstance(value, ModuleType) else attributes
             any_names = {*of_any_name} if names.any_attribute else ()
-            words = {*any_names, *names.words, "__wrapped__"}
-            counted = [name for name in [*attributes] if name in words]
+            counted = [
+                name for name in [*attributes] if name in names.words or name in any_names or name == "__wrapped__"
+            ]
             keys.append(self._of_places(value, attributes, itemgetter, counted))
         slots = [name for name in slots_of(cls) if name in names.words or name in _OF_PYDANTIC]
         if slots:
@@ -388,7 +389,7 @@ class StepValues:
         reachable = State((*self.referred.reachable(), *objects), self.referred)
         try:
             yield
-            name = _without_values(variables, self.referred.variables()) or reachable.set_to_tensor()
+            name = _without_values(variables) or reachable.set_to_tensor()
             if name is not None:
                 raise OnlyEager(
                     f"it sets {name} to a tensor, which a graph does not (return the tensor and set it after the call, "
@@ -396,9 +397,9 @@ class StepValues:
                 )
         finally:
             reachable.restore()
-            for variable, now in zip(variables, self.referred.variables(), strict=False):
-                if variable.value is not now.value:
-                    variable.put(variable.value)
+            for variable in variables:
+                if variable.now() is not variable.value:
+                    variable.put_back()
 
     @contextmanager
     def noting_changes(self, objects: Sequence[Any]) -> Iterator[None]:
@@ -429,10 +430,10 @@ class StepValues:
         self.changing |= {place: value for place, value in self.changed_last.items() if place in changed_before}
 
 
-def _without_values(before: Sequence[Variable], after: Sequence[Variable]) -> str | None:
-    """The first variable that is a tensor without values now, or holds one."""
-    changed = (new for old, new in zip(before, after, strict=False) if old.value is not new.value)
-    return next((new.name for new in changed if is_of_trace(new.value)), None)
+def _without_values(variables: Sequence[Variable]) -> str | None:
+    """The first variable that is another value than before, and that a tensor without values, or holds one."""
+    changed = ((variable.name, now) for variable in variables if (now := variable.now()) is not variable.value)
+    return next((name for name, now in changed if is_of_trace(now)), None)
 
 
 def of_tensor(tensor: Tensor, seen: Seen) -> Hashable:

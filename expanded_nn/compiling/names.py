@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from importlib.util import resolve_name
-from operator import attrgetter, itemgetter, methodcaller, setitem
+from operator import attrgetter, itemgetter, methodcaller
 from types import BuiltinMethodType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -22,10 +22,11 @@ from expanded_nn.common.bytecode import (
     global_names,
     imported_names,
     matched_attributes,
+    variables_around,
 )
-from expanded_nn.common.outside import CACHED, is_of_users
+from expanded_nn.common.outside import CACHED, NOTHING, is_of_users, put, value_in
 from expanded_nn.common.steady import OWN_STATE
-from expanded_nn.compiling.called import Ran
+from expanded_nn.compiling.called import Code, Ran
 from expanded_nn.compiling.seen import Seen
 
 PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), range, torch.dtype, torch.device})
@@ -69,9 +70,27 @@ class Names(NamedTuple):
 class Variable(NamedTuple):
     """A variable of an enclosing function, or a global one."""
 
-    put: Callable[[Any], None]  # sets it
-    name: str
-    value: Any  # `None` if it has none
+    owner: Any  # the cell of an enclosing function's, or a global namespace
+    place: str  # its name there
+    value: Any  # `NOTHING` if it has none
+
+    @classmethod
+    def of(cls, owner: Any, place: str) -> Variable:
+        """The variable, with the value that it has now."""
+        return cls(owner, place, value_in(owner, place))
+
+    @property
+    def name(self) -> str:
+        """What it is called in messages."""
+        return self.place if isinstance(self.owner, dict) else "a variable"
+
+    def now(self) -> Any:
+        """The value that it has now."""
+        return value_in(self.owner, self.place)
+
+    def put_back(self) -> None:
+        """Gives it the value that it had."""
+        put(self.owner, self.place, self.value)
 
 
 class Referred:
@@ -124,8 +143,8 @@ class Referred:
             self._note_places(value)
             self._read_all()
 
-    def add_called(self, codes: Iterable[tuple[CodeType, str]]) -> None:
-        """Adds the user's functions that have run, given by their code and the names of their modules.
+    def add_called(self, codes: Iterable[Code]) -> None:
+        """Adds the user's functions that have run, given by their code and its global namespace.
 
         Those that nothing names are what only a library's code calls, or Python itself, or what is found by a computed
         name. That others may take their places is seen where they are kept.
@@ -133,14 +152,17 @@ class Referred:
         codes = list(codes)
         self.ran.note(code for code, _ in codes)
         known = {id(code) for read in self.functions.values() for code in codes_in(read)}
-        functions = self.ran.add_unnamed(
-            code
-            for code, module in codes
-            if id(code) not in known and (_is_users_code(code, module) or _is_of_record(code, module))
-        )
+        unnamed = []
+        for code, namespace in codes:
+            module = str(namespace.get("__name__", ""))
+            if id(code) not in known and (_is_users_code(code, module) or _is_of_record(code, module)):
+                unnamed.append((code, namespace))
+        functions, others = self.ran.add_unnamed(unnamed)
         for function in functions:
             self._read(function)
             self._follow(function)
+        for code, namespace in others:
+            self._read_code(code, namespace)
         self._read_all()
 
     def read_changed(self) -> None:
@@ -193,15 +215,19 @@ class Referred:
         if self.functions.get(function) is function.__code__:
             return
         self.functions[function] = function.__code__
-        self.names = self.names.joined(_names_in(function.__code__))
-        cells, codes = function.__closure__ or (), codes_in(function.__code__)
-        names = list(dict.fromkeys(name for code in codes for name in global_names(code)))
-        names += constants(function.__globals__) if not _TAKE_ANY_GLOBAL.isdisjoint(names) else []
-        imported = _imported_by(function)
-        self.cells += cells
-        self.globals += [(function.__globals__, name) for name in names]
+        self.cells += function.__closure__ or ()
+        self._read_code(function.__code__, function.__globals__)
+        for value in variables_around(function):
+            self._follow(value)
+
+    def _read_code(self, code: CodeType, namespace: dict[str, Any]) -> None:
+        self.names = self.names.joined(_names_in(code))
+        names = list(dict.fromkeys(name for inner in codes_in(code) for name in global_names(inner)))
+        names += constants(namespace) if not _TAKE_ANY_GLOBAL.isdisjoint(names) else []
+        imported = _imported_by(code, namespace)
+        self.globals += [(namespace, name) for name in names]
         self.imported += imported
-        for value in [*map(_content, cells), *map(function.__globals__.get, names), *map(sys.modules.get, imported)]:
+        for value in [*map(namespace.get, names), *map(sys.modules.get, imported)]:
             self._follow(value)
 
     def _follow(self, value: Any) -> None:
@@ -272,12 +298,8 @@ class Referred:
 
     def variables(self) -> list[Variable]:
         """The variables of enclosing functions and the global ones at this moment."""
-        of_cells = [
-            Variable(partial(setattr, cell, "cell_contents"), "a variable", _content(cell)) for cell in self.cells
-        ]
-        return of_cells + [
-            Variable(partial(setitem, namespace, name), name, namespace.get(name)) for namespace, name in self.globals
-        ]
+        of_cells = [Variable.of(cell, "cell_contents") for cell in self.cells]
+        return of_cells + [Variable.of(namespace, name) for namespace, name in self.globals]
 
     def may_find(self, cls: Any) -> Callable[[str], bool]:
         """Whether what has run may find an attribute, by its name, of objects of a class.
@@ -301,7 +323,7 @@ class Referred:
 
     def values(self) -> list[Any]:
         """The present values of variables, arguments of partial functions, hooks, modules and defaults."""
-        values = [variable.value for variable in self.variables()]
+        values = [variable.value for variable in self.variables() if variable.value is not NOTHING]
         values += [owner for owner in self.owners if isinstance(owner, partial)]
         values += [*self.hooks.values(), *map(sys.modules.get, self.imported)]
         values += [dict.get(holder, key) for holder, key in self.ran.places]
@@ -413,11 +435,11 @@ def _is_the_users(module: ModuleType) -> bool:
     return is_of_users(module) or _package_of(module.__name__) in _OF_STEPS
 
 
-def _imported_by(function: FunctionType) -> list[str]:
-    """The modules that a function imports itself, by their full names."""
-    package = function.__globals__.get("__package__") or ""
-    names = [name for code in codes_in(function.__code__) for name in imported_names(code)]
-    words = _names_in(function.__code__).words
+def _imported_by(code: CodeType, namespace: Mapping[str, Any]) -> list[str]:
+    """The modules that code imports itself, by their full names."""
+    package = namespace.get("__package__") or ""
+    names = [name for inner in codes_in(code) for name in imported_names(inner)]
+    words = _names_in(code).words
     names += [] if words.isdisjoint(_TAKE_ANY_MODULE) else [word for word in words if word in sys.modules]
     return [resolve_name(name, package) for name in names if package or not name.startswith(".")]
 
@@ -451,11 +473,4 @@ def _contents(cells: Sequence[CellType]) -> list[Any]:
     try:
         return [*map(_CONTENT, cells)]
     except ValueError:  # one is not filled yet
-        return [*map(_content, cells)]
-
-
-def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None
+        return [value_in(cell, "cell_contents") for cell in cells]

@@ -104,8 +104,8 @@ class Operations(TorchDispatchMode):
         gc.collect()  # it takes long where much is in memory, and is seldom needed
         for ref, line in reversed(self.tensors):
             tensor = ref()
-            # without a referrer only autograd holds it, as a checkpoint may leave it
-            if tensor is not None and not all(map(_is_of_rows, gc.get_referrers(tensor))):
+            # without a referrer only autograd holds it, as a checkpoint may leave it; `gc.freeze` hides referrers
+            if tensor is not None and (gc.get_freeze_count() or not all(map(_is_of_rows, gc.get_referrers(tensor)))):
                 return text_of(line)
         return None
 
