@@ -1,6 +1,7 @@
 """Modules with parameters of their own: which layers inside leave the `vmap`, and what such a module may do."""
 
 import pickle
+import warnings
 from collections import UserDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -1310,3 +1311,132 @@ def test_a_penalty_beside_a_sum_is_no_loss_of_a_sample() -> None:
         output, penalty = module(x[i : i + 1])
         (output.sin().sum() + penalty).backward()
         assert_close(model.weight.grad_sample[i], module.weight.grad)
+
+
+# --- one sample, all rows of which are its own ------------------------------------------------------------------
+
+
+class OfGraph(nn.Module):
+    """A graph's nodes are `(nodes, features)`, and its edges pairs of their numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.bias, self.out = nn.Linear(D, 2), nn.Parameter(torch.randn(2)), nn.Linear(2, 3)
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        h = self.lin(x)
+        nodes = torch.zeros_like(h).index_add(0, edges[1], h[edges[0]]) + self.bias
+        return self.out(nodes.tanh().mean(0, keepdim=True))
+
+
+class NormedGraph(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.graph, self.norm = OfGraph(), nn.LayerNorm(3)
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        return self.norm(self.graph(x, edges))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("module_class", [OfGraph, NormedGraph])
+def test_graphs_one_at_a_time(module_class: type[nn.Module], compiled: bool) -> None:
+    """With `batch_size=1`, each call is one sample, whatever the sizes of its arguments are."""
+    module = module_class()
+    model = enn.convert(module).per_sample(batch_size=1, loss_reduction="sum", accumulate_grad=False)
+    graphs = [(torch.randn(nodes, D), torch.randint(nodes, (2, 9))) for nodes in (4, 6, 1, 6, 6)]
+
+    def step(x: Tensor, edges: Tensor) -> Tensor:
+        model(x, edges).sin().sum().backward()
+        return enn.per_sample_grads(model).norms()
+
+    run = enn.compile(step, backend="eager") if compiled else step
+    for x, edges in graphs:
+        run(x, edges)
+        grads = torch.autograd.grad(module(x, edges).sin().sum(), [*module.parameters()])
+        for own, wanted in zip(model.parameters(), grads, strict=True):
+            torch.testing.assert_close(own.grad_sample, wanted[None])
+
+
+UNBATCHED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {  # a layer, and a sample whose first size is 1
+    "conv1d": (lambda: nn.Conv1d(1, 2, 2), (1, 5)),
+    "conv2d": (lambda: nn.Conv2d(1, 2, 2), (1, 4, 5)),
+    "conv_transpose1d": (lambda: nn.ConvTranspose1d(1, 2, 2), (1, 5)),
+    "instance_norm": (lambda: nn.InstanceNorm1d(1, affine=True), (1, 5)),
+    "layer_norm": (lambda: nn.LayerNorm((1, 3)), (1, 3)),
+    "linear": (lambda: nn.Linear(3, 2), (1, 3)),
+    "gru": (lambda: nn.GRU(3, 2, batch_first=True), (1, 3)),
+    "attention": (lambda: nn.MultiheadAttention(4, 2, batch_first=True), (1, 4)),
+}
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("name", UNBATCHED)
+def test_unbatched_layers_in_a_loop_over_samples(name: str, own: bool) -> None:
+    """A sample's first dimension of size 1, as one channel, is no dimension of the samples."""
+    make, shape = UNBATCHED[name]
+
+    class Looped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = make()
+            self.scale = nn.Parameter(torch.ones(1)) if own else None
+
+        def forward(self, x: Tensor) -> Tensor:
+            calls = [self.layer(*[row] * (3 if name == "attention" else 1)) for row in x]
+            result = torch.stack([call[0] if isinstance(call, tuple) else call for call in calls])
+            return result if self.scale is None else result * self.scale
+
+    module, x = Looped(), torch.randn(3, *shape)
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    expected = loop(module, Call((x,)), 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", enn.PerSampleWarning)  # it goes sample by sample
+        total_loss(model, Call((x,))).backward()
+    assert_close_rows(rows_of(model), expected)
+
+
+class ScaledLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.lin = nn.Parameter(torch.randn(D)), nn.Linear(D, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x * self.scale)
+
+
+def test_fast_weights_of_a_module_with_parameters_and_layers() -> None:
+    """All of them are computed, as by an inner step of MAML."""
+    module = ScaledLayer()
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+
+    def objective(of: Any, call: Call, first: int = 0) -> Tensor:
+        fast = {name: parameter - 0.1 * parameter.sin() for name, parameter in of.named_parameters()}
+        return sample_losses(functional_call(of, fast, call.args), first).sum()
+
+    for _ in range(3):
+        call = Call((torch.randn(4, D),))
+        model.zero_grad()
+        objective(model, call).backward()
+        assert_close_rows(rows_of(model), loop(module, call, 4, objective=objective))
+
+
+def test_a_table_that_changes_little() -> None:
+    """In float32 rows are compared to 3 %, so less would pass, were it not zero to the last bit that is due."""
+
+    class Nudged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(10, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            table = F.embedding(torch.arange(x.shape[1]), self.w)
+            return F.linear(x + 0.005 * table.expand_as(x), self.w)
+
+    module = Nudged().float()
+    model = enn.convert(module).per_sample(loss_reduction="sum", compare=False)
+    for _ in range(2):
+        call = Call((torch.randn(4, 4, 3, dtype=torch.float32),))
+        model.zero_grad()
+        total_loss(model, call).backward()
+        assert_close_rows(rows_of(model), loop(module, call, 4), 1e-5)

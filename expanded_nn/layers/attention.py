@@ -60,6 +60,8 @@ class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
         "bias_v": 3,
     }
 
+    batched_dims: ClassVar[int] = 3
+
     def sample_dims(self, tensors: int) -> list[int]:
         return [self._samples_dim] + [0] * (tensors - 1)
 

@@ -295,6 +295,10 @@ class _Spatial(Expanded):
     fixed_layout: ClassVar[bool] = True
 
     @property
+    def batched_dims(self) -> int:  # type: ignore[override]
+        return len(self.kernel_size) + 2
+
+    @property
     def ranks(self) -> dict[str, int]:  # type: ignore[override]
         return {"weight": len(self.kernel_size) + 2, "bias": 1}
 

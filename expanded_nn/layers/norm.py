@@ -205,6 +205,10 @@ class _OverLastDimensions(Expanded):
         return len(self.normalized_shape)
 
     @property
+    def batched_dims(self) -> int:  # type: ignore[override]
+        return len(self.normalized_shape) + 1
+
+    @property
     def ranks(self) -> dict[str, int]:  # type: ignore[override]
         return {"weight": len(self.normalized_shape), "bias": len(self.normalized_shape)}
 
@@ -425,6 +429,10 @@ class GroupNorm(Expanded, nn.GroupNorm):
 class _InstanceNorm(Expanded, nn.modules.instancenorm._InstanceNorm):
     ranks: ClassVar[dict[str, int]] = {"weight": 1, "bias": 1}
     fixed_layout: ClassVar[bool] = True
+
+    @property
+    def batched_dims(self) -> int:  # type: ignore[override]
+        return int(self._get_no_batch_dim()) + 1  # type: ignore[no-untyped-call]
 
     def expanded_forward(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)  # type: ignore[no-untyped-call]

@@ -21,6 +21,8 @@ from expanded_nn.modules.registry import expands
 class _Layers(Expanded, nn.RNNBase):
     """Layers times directions of one recurrence, over padded or packed sequences."""
 
+    batched_dims: ClassVar[int] = 3
+
     @property
     def ranks(self) -> dict[str, int]:  # type: ignore[override]
         """Weights are matrices, biases are vectors; how many there are depends on the arguments."""

@@ -259,6 +259,7 @@ class Expanded(PerSampleModule):
         always_converted: Whether `convert` turns a layer of this class into its twin even if it has no parameters.
         positionwise: Whether the layer treats every position independently.
         feature_dims: How many dimensions at the end of an input are a sample's own at the least.
+        batched_dims: How many dimensions its first input has at the least, if it has a dimension of the samples.
         fixed_layout: Whether samples stand first by definition, as in `(N, C, H, W)`, whatever the model says.
         returns_fresh: Whether nothing else holds the memory of what torch's layer returns. In a pass the result is then
             made no view, so that slices of it are recognized.
@@ -269,6 +270,7 @@ class Expanded(PerSampleModule):
     always_converted: ClassVar[bool] = False
     positionwise: ClassVar[bool] = False
     feature_dims: ClassVar[int] = 0
+    batched_dims: ClassVar[int] = 1
     fixed_layout: ClassVar[bool] = False
     returns_fresh: ClassVar[bool] = False
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -118,7 +118,7 @@ def lifted(module: nn.Module, lent: Mapping[Slot, Lent], args: Any, kwargs: Any)
         for x, dim in zip(tensors, dims, strict=True)
     ]
     call = LiftedCall(module, originals, structure, dims)
-    if all(have_sample):
+    if all(have_sample) and tensors[0].dim() >= cast(Any, module).batched_dims:
         seen = _apply(call, *leaves)  # as the `vmap` sees them
         return with_tensors(*call.result, seen)
     if not module.positionwise or any(x.dim() == 0 for x in tensors):

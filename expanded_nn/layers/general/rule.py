@@ -36,7 +36,7 @@ from expanded_nn.layers.general.whole_batch import WholeBatch
 from expanded_nn.modules.base import Expanded
 from expanded_nn.modules.layout import refusal
 from expanded_nn.recording.forward import InputNotes
-from expanded_nn.recording.lift import Lent, Slot, parameters_of
+from expanded_nn.recording.lift import Lent, Slot, parameters_of, swapped
 from expanded_nn.recording.recorder import Recorder
 from expanded_nn.recording.sharded import is_sharded
 
@@ -127,6 +127,8 @@ class General(Expanded):
                 self._refuse_shards_within()
         if not has_own_rows:
             return self._plain_forward(*args, **kwargs)  # its children see to theirs
+        if self._holds_the_only_sample(args, kwargs):
+            return self._of_the_only_sample(args, kwargs)
         call = read(self, args, kwargs, self._error_of)
         with reads_of_its_own():
             result = self._on_whole_batch(self, call).result()
@@ -136,6 +138,27 @@ class General(Expanded):
             with unseen():
                 order.note_layout(self, data_in(result), self._told.compared[call.kind].dims)
         return result
+
+    def _holds_the_only_sample(self, args: Any, kwargs: Any) -> bool:
+        """Whether all rows are of one sample, as the nodes of a graph are, since `batch_size=1` says so."""
+        if self._recorder is None or self._recorder.settings.batch_size != 1 or self.pass_batch_size != 1:
+            return False
+        first = next(data_in((args, kwargs)), None)
+        return first is not None and first.dim() > 0 and first.shape[self._dim_of(first)] != 1
+
+    def _of_the_only_sample(self, args: Any, kwargs: Any) -> Any:
+        """What the plain forward gives, with the parameters of that sample."""
+        originals, expanded, _ = self._expanded_parameters()
+        with swapped({slot: weight.squeeze(0) for slot, weight in zip(originals, expanded, strict=True)}):
+            return self._plainly(args, kwargs)
+
+    def _expanded_parameters(self) -> tuple[dict[Slot, Tensor], list[Tensor], set[int]]:
+        """The parameters of the module and of all within it; the same as `(B, *shape)`; and the ids of guests."""
+        originals = parameters_of(self.modules())
+        with unseen():
+            within = [module for module in self.modules() if isinstance(module, General)]
+            guests = {id(guest) for module in within for guest in module._guests()}
+            return originals, [self._expanded_of(*slot, own, guests) for slot, own in originals.items()], guests
 
     def _error_of(self, call: Called) -> Exception | None:
         """The error of a comparison with the plain forward where the arguments are read so; `None` if they agree."""
@@ -185,12 +208,7 @@ class General(Expanded):
 
     def _mapper(self, call: Called) -> Mapper:
         self._refuse_backward_hooks()
-        originals = parameters_of(self.modules())
-        with unseen():
-            within = [module for module in self.modules() if isinstance(module, General)]
-            guests = {id(guest) for module in within for guest in module._guests()}
-            expanded = [self._expanded_of(*slot, parameter, guests) for slot, parameter in originals.items()]
-        return Mapper(self, call, originals, expanded, guests)
+        return Mapper(self, call, *self._expanded_parameters())
 
     @contextmanager
     def _unnoticed(self) -> Iterator[None]:

@@ -293,15 +293,40 @@ class Trial:
             whole, other_structure = flatten(result)
             if way is None or structure != other_structure or not all(map(_is_same, leaves, whole)):
                 return Verdict.WRONG, None
+            if self._is_seen_by_others(whole, dims, [*trained]):
+                return Verdict.WRONG, None
             given = as_compared(derivatives(whole, [*trained, *inputs]))
         is_own += [False] * len(inputs)
         verdict = Verdict.WRONG if wanted is None or given is None else compared_rows(wanted, given, is_own)
         return verdict, way if verdict is Verdict.RIGHT else None
 
+    def _is_seen_by_others(self, whole: list[Any], dims: tuple[int, ...], weights: list[Tensor]) -> bool:
+        """Whether the first sample's results have derivatives by the rows of other samples.
+
+        These are zero to the last bit, however small the difference is that a table of B rows makes.
+        """
+        results = [leaf for leaf in whole if isinstance(leaf, Tensor)]
+        pairs = [(x, dim) for x, dim in zip(results, dims, strict=True) if x.requires_grad and dim not in (MEAN, SUM)]
+        with torch.enable_grad():
+            ends = [of_sample(x, dim, 0, self.batch) for x, dim in pairs if x.dim()]
+        if self.batch < 2 or not ends or not weights:
+            return False
+        numbers = random_numbers([end.shape for end in ends], ends)
+        try:
+            rows = torch.autograd.grad(ends, weights, numbers, retain_graph=True, allow_unused=True)
+        except RuntimeError:  # the user's own backward says so where it comes to one
+            return False
+        return any(bool((as_factored(of).squared_norms()[1:] > 0).any()) for of in rows if of is not None)
+
     def _trained(self) -> dict[Tensor, Tensor]:
-        """The expanded parameters by which there are derivatives, and the parameters themselves; tied ones once."""
+        """The expanded parameters by which there are derivatives, and the parameters themselves; tied ones once.
+
+        A layer within expands a weight that is computed, as by a step of MAML, once more for itself.
+        """
         pairs = zip(self.mapper.expanded, self.mapper.originals.values(), strict=True)
-        return {weight: parameter for weight, parameter in pairs if weight.requires_grad}
+        own = {id(parameter) for _, parameter, _ in self.module._own()}
+        are_seen = ((weight, p) for weight, p in pairs if p.is_leaf or id(p) in own)
+        return {weight: parameter for weight, parameter in are_seen if weight.requires_grad}
 
     def _of_samples(self, dims: tuple[int, ...]) -> Alone:
         """What the samples give alone, in these dimensions, and its derivatives: once for both comparisons with it."""
