@@ -82,6 +82,8 @@ def check(model: nn.Module, *args: Any, loss: Callable[..., Any] | None = None, 
         try:
             plain, expanded = _copies(model, chance)
         except ConversionError as error:
+            if isinstance(error.__cause__, Exception):  # what copy.deepcopy has raised
+                return Report((_uncopied(model, error.__cause__),))
             texts = [text.strip() for text in str(error).splitlines()[1:]] or [str(error)]
             return Report(tuple(Problem("conversion", text.partition(":")[0], text) for text in texts))
         except Exception as error:

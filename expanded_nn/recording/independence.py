@@ -35,6 +35,7 @@ from expanded_nn.common.steady import RandomStates, WithoutChance, without_trace
 from expanded_nn.common.traced import wait_for_values
 from expanded_nn.factored import FactoredTensor
 from expanded_nn.recording.graph import graph_of, leaves_behind
+from expanded_nn.recording.lift import parameters_of, swapped
 from expanded_nn.recording.sharded import is_sharded
 
 MEET = -1  # in place of a dimension
@@ -147,6 +148,7 @@ class Halves:
                 used = _leaves_of(whole)
                 del whole  # there is no memory for two graphs
                 unused = self._unused(used, is_random=is_random)
+                dims = None if self._hides_by_zeros(is_random=is_random) else dims
         if dims is None:
             # no layer is to blame, so the module that was called is tried
             return self._refusal("half of the samples give other results without the others", self.recorder)
@@ -262,6 +264,25 @@ class Halves:
         pairs = zip(self.leaves, dims, strict=True)
         arguments = [(x, dim) for x, dim in pairs if isinstance(x, Tensor) and not is_shared_by_all(x)]
         return any(size == self.batch and place != dim for x, dim in arguments for place, size in enumerate(x.shape))
+
+    def _hides_by_zeros(self, *, is_random: bool) -> bool:
+        """Whether half of the samples give other results, once the parameters that are zero have other numbers.
+
+        What a layer mixes is multiplied by zero where the next one begins with zeros, as the last one of a branch may.
+        """
+        held = parameters_of(self.module.modules())
+        zeros = {p: torch.empty_like(p) for p in held.values() if p.requires_grad and p.numel() and not p.any()}
+        for number, numbers in enumerate(zeros.values()):
+            with unseen():
+                drawn = torch.randn(numbers.shape, generator=torch.Generator().manual_seed(number), device="cpu")
+                numbers.detach().copy_(0.1 * drawn)
+        before = self.plain_results, self.strange
+        try:
+            with swapped({slot: zeros[p] for slot, p in held.items() if p in zeros}):
+                # several times, as it may choose by chance
+                return bool(zeros) and all(self._dims_of_results(is_random=is_random) is None for _ in range(TRIES))
+        finally:
+            self.plain_results, self.strange = before
 
     def _agrees_with_plain(self, whole: list[Any]) -> bool:
         """Whether the forward gives what the plain one gives, so far as that tells: it may draw numbers by itself.

@@ -103,6 +103,39 @@ def test_samples_that_are_sorted_by_a_matrix() -> None:
             right(model, torch.randn(7, 4))
 
 
+class Branch(nn.Module):
+    """A residual branch that mixes the samples, and whose last layer may begin with zeros."""
+
+    def __init__(self, mix: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.mix = nn.Linear(4, 4), nn.Linear(4, 4), mix
+        nn.init.zeros_(self.last.weight)
+        nn.init.zeros_(self.last.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.first(x)
+        return h + self.last(self.mix(h))
+
+
+@pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES)
+def test_what_a_layer_of_zeros_hides(mix: Callable[[Tensor], Tensor]) -> None:
+    """Its results tell nothing in the first step, and the rows of its weight are already wrong."""
+    model = enn.convert(Branch(mix)).per_sample()
+    with pytest.raises(enn.PerSampleError, match=MEETS):
+        model(torch.randn(6, 4))
+
+
+def test_a_branch_that_begins_with_zeros() -> None:
+    """The comparison leaves its weights, and random numbers, as they are."""
+    model = enn.convert(Branch(torch.tanh)).per_sample(loss_reduction="sum")
+    state = torch.get_rng_state()
+    for _ in range(3):
+        right(model, torch.randn(6, 4))
+    model(torch.randn(6, 4))
+    assert not model.last.weight.any()
+    torch.set_rng_state(state)
+
+
 class Table(nn.Module):
     """Adds to each of five positions what a layer makes of a table of five rows."""
 

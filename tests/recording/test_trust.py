@@ -3717,7 +3717,7 @@ class Filled(nn.Module):
         return F.linear(self.join(mask[..., None], self.table(self, x.shape[1]), x), self.w) * self.v
 
 
-TABLES: dict[str, Callable[[Any, int], Tensor]] = {
+MASKED_TABLES: dict[str, Callable[[Any, int], Tensor]] = {
     "look-up": lambda m, T: F.embedding(torch.arange(T) % D, m.w),
     "buffer": lambda m, T: m.pe[:T] * m.v,
     "expanded": lambda m, T: m.v.expand(T, D),
@@ -3736,19 +3736,19 @@ JOINED: dict[str, Callable[..., Tensor]] = {
 
 @pytest.mark.parametrize("behind_a_layer", [False, True])
 @pytest.mark.parametrize("join", JOINED)
-@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("table", MASKED_TABLES)
 def test_a_table_that_a_mask_has_hidden_so_far(table: str, join: str, behind_a_layer: bool) -> None:
     """While no position is masked, nothing tells that its rows are no samples."""
 
     class Behind(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.lin, self.filled = nn.Linear(D, D), Filled(TABLES[table], JOINED[join])
+            self.lin, self.filled = nn.Linear(D, D), Filled(MASKED_TABLES[table], JOINED[join])
 
         def forward(self, x: Tensor, mask: Tensor) -> Tensor:
             return self.filled(self.lin(x), mask)
 
-    module = Behind() if behind_a_layer else Filled(TABLES[table], JOINED[join])
+    module = Behind() if behind_a_layer else Filled(MASKED_TABLES[table], JOINED[join])
     model = on(module)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", enn.PerSampleWarning)  # it may go sample by sample
