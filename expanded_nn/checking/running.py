@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from expanded_nn.common.batch import (
     may_have_derivatives,
     tensors,
 )
+from expanded_nn.common.containers import is_packed, leaves_of, rebuilt
 from expanded_nn.recording.recorder import Settings
 
 
@@ -148,28 +149,11 @@ def nudged(tensor: Tensor, generator: torch.Generator) -> Tensor:
 
 def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
     """`value` with `function` applied to each tensor in it, once if it is there twice; anything else is copied."""
-    memo: dict[int, Any] = {}
-
-    def walk(value: Any) -> Any:
-        if isinstance(value, Tensor | PackedSequence):
-            memo[id(value)] = memo[id(value)] if id(value) in memo else function(value)
-            return memo[id(value)]
-        if isinstance(value, Mapping):
-            changed: Any = copy.copy(value)
-            for key, item in value.items():
-                changed[key] = walk(item)
-            return changed
-        if isinstance(value, list | tuple):
-            parts = map(walk, value)
-            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-        if is_dataclass(value) and not isinstance(value, type):
-            changed = copy.copy(value)
-            for field in fields(value):
-                object.__setattr__(changed, field.name, walk(getattr(value, field.name)))
-            return changed
-        return copy.deepcopy(value)
-
-    return walk(value)
+    leaves = leaves_of(value, is_packed)
+    changed = {
+        id(x): function(x) for x in {id(x): x for x in leaves if isinstance(x, Tensor | PackedSequence)}.values()
+    }
+    return rebuilt(value, (changed[id(x)] if id(x) in changed else copy.deepcopy(x) for x in leaves), is_packed)
 
 
 def _fresh(tensor: Any) -> Any:

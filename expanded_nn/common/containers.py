@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 IsLeaf = Callable[[Any], bool] | None
@@ -25,6 +26,11 @@ def rebuilt(value: Any, leaves: Iterator[Any], is_leaf: IsLeaf = None) -> Any:
     parts, structure = tree_flatten(value, is_leaf=is_leaf)
     others = [_filled(part, leaves, is_leaf) if holds_tensors(part) else next(leaves) for part in parts]
     return tree_unflatten(others, structure)
+
+
+def is_packed(part: Any) -> bool:
+    """Whether it is a packed sequence, which to torch's trees is a tuple."""
+    return isinstance(part, PackedSequence)
 
 
 def holds_tensors(part: Any) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from expanded_nn._errors import complaint, refuse_no_count, refuse_no_model, refuse_other_kind
-from expanded_nn.common.modes import outside_of_graph
+from expanded_nn.common.modes import is_batched, outside_of_graph
 from expanded_nn.modules.base import recorders_of
 from expanded_nn.recording.recorder import recorder_of
 
@@ -99,7 +99,7 @@ def expanded(weight: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         return cast(Tensor, outside_of_graph(expanded, weight))
     refuse_other_kind("expanded", "weight", weight, Tensor, "a parameter", "Give it as in expanded(model.fc.weight).")
-    if torch._C._functorch.is_batchedtensor(weight) or not torch.is_grad_enabled():
+    if is_batched(weight) or not torch.is_grad_enabled():
         return weight  # inside the general rule: the weight of one sample
     recorder = recorder_of(weight) if weight.requires_grad else None
     return weight if recorder is None else recorder.expand_outside(weight)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from expanded_nn.common.modes import running_backward as running_backward
+from expanded_nn.common.modes import running_backward, transforms
 
 
 def keeps_graph() -> bool:
@@ -29,7 +29,7 @@ def running_node() -> Any:
 
 def in_transform() -> bool:
     """Whether a transform of `torch.func`, or forward-mode differentiation, runs this code."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+    return transforms() > 0 or forward_ad._current_level >= 0
 
 
 def accumulates(leaf_node: Any) -> bool:

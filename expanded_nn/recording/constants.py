@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from types import FunctionType
-from typing import Any, NamedTuple
-from weakref import ref
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,18 +16,7 @@ from expanded_nn.common.bytecode import codes_in, global_names, variables_around
 from expanded_nn.common.functions import functions, is_in_place
 from expanded_nn.common.shared import is_parameter
 from expanded_nn.common.steady import attributes_of
-
-
-class Table(NamedTuple):
-    """A tensor that a model has beside its buffers when per-sample mode is switched on.
-
-    Attributes:
-        tensor: The tensor; a weak reference, as the model may give it up.
-        version: Its version then. What is changed in place may be a state, with a row for each sample.
-    """
-
-    tensor: ref[Tensor]
-    version: int
+from expanded_nn.recording.leaf import Noted
 
 
 class Constants:
@@ -36,7 +24,8 @@ class Constants:
 
     Args:
         modules: Those of the model. Their buffers and frozen parameters are constants.
-        tables: What the model has beside these: constants, too.
+        tables: What the model has beside these, noted when per-sample mode was switched on: constants, too, but for
+            what was changed in place since, which may be a state with a row for each sample.
         arguments: What the forward is called with: no constants, even if they are buffers or tables.
 
     Attributes:
@@ -46,7 +35,7 @@ class Constants:
         reads_numbers: Whether it has read numbers of anything else, so that others may be those of samples.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], tables: Iterable[Table], arguments: Any) -> None:
+    def __init__(self, modules: Iterable[nn.Module], tables: Iterable[Noted], arguments: Any) -> None:
         self.known: dict[int, Tensor] = {}
         for module in modules:
             if module._buffers and getattr(module, "calls_others", True):
@@ -56,7 +45,7 @@ class Constants:
                     self.known[id(parameter)] = parameter
         for table in tables:
             tensor = table.tensor()
-            if tensor is not None and tensor._version == table.version:
+            if tensor is not None and table.is_as_it_was(tensor):
                 self.known[id(tensor)] = tensor
         self.arguments: set[int] = set()
         self.leave_out(arguments)
@@ -105,13 +94,13 @@ class Constants:
         return func in MAKES or (func in OF_ARRAYS and not self.reads)
 
 
-def tables_of(modules: Iterable[nn.Module]) -> list[Table]:
+def tables_of(modules: Iterable[nn.Module]) -> list[Noted]:
     """The tensors in attributes of modules and of their classes, and in variables around these that methods name."""
     held = [module for module in modules if getattr(module, "calls_others", True)]
     values = chain.from_iterable(attributes_of(module) for module in held)
     of_classes = chain.from_iterable(map(_of_class, {type(module) for module in held}))
     found = {id(x): x for x in contents([*values, *of_classes]) if type(x) is Tensor}
-    return [Table(ref(x), x._version) for x in found.values() if not (x.requires_grad or x.is_inference())]
+    return [Noted(x) for x in found.values() if not (x.requires_grad or x.is_inference())]
 
 
 def _of_class(cls: type) -> Iterator[Any]:
@@ -134,12 +123,12 @@ def _of_class(cls: type) -> Iterator[Any]:
         functions_left += [x for x in named if isinstance(x, FunctionType)]
 
 
-MAKES = {
-    *functions("arange", "linspace", "logspace", "eye", "tensor", "meshgrid", "cartesian_prod", "tril_indices"),
-    *functions("zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"),
-}
 # of a tensor these take the dtype and the device alone
 OF_KIND = {*functions("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")}
+MAKES = OF_KIND | {
+    *functions("arange", "linspace", "logspace", "eye", "tensor", "meshgrid", "cartesian_prod", "tril_indices"),
+    *functions("zeros", "ones", "full", "empty"),
+}
 OF_ARRAYS = {*functions("as_tensor", "asarray")}
 READS_ARRAYS = {*functions("numpy", "__array__", "tolist")}
 READS_NUMBERS = READS_ARRAYS | {*functions("item", "__int__", "__index__", "__float__")}

@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from expanded_nn._errors import PerSampleError, add_note, complaint, sentence, warn
-from expanded_nn.common.modes import checkpoint_hooks, is_of_checkpoint, uncounted
+from expanded_nn.common.modes import checkpoint_hooks, is_of_checkpoint, running_backward, uncounted
 from expanded_nn.common.steady import StateBefore
 from expanded_nn.common.traced import is_traced
-from expanded_nn.recording.backward import running_backward
-from expanded_nn.recording.constants import Table
 from expanded_nn.recording.independence import Halves, past_comparisons
+from expanded_nn.recording.leaf import Noted
 from expanded_nn.recording.watch import refuse_outside_use
 
 
@@ -62,7 +61,7 @@ class Escalation:
         self.on_trial: Any = None
         self.proven: set[Any] = set()
         self.known_copy_operations: dict[Any, list[Any]] = {}
-        self.tables: list[Table] = []
+        self.tables: list[Noted] = []
         self.has_loops = self.has_met = False
 
     def run(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -20,9 +20,8 @@ from expanded_nn.common.batch import (
     rows_are_nodes,
     tensors,
 )
-from expanded_nn.common.modes import is_of_checkpoint
+from expanded_nn.common.modes import is_of_checkpoint, running_backward
 from expanded_nn.common.traced import is_traced
-from expanded_nn.recording.backward import running_backward
 from expanded_nn.recording.checkpoints import note_pass
 from expanded_nn.recording.expand import passes_behind
 from expanded_nn.recording.linked import note_result

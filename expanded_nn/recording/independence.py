@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
 
 from expanded_nn._errors import PerSampleError, complaint, warn
 from expanded_nn.common.batch import (
@@ -28,7 +27,7 @@ from expanded_nn.common.batch import (
     readings,
     unfolded,
 )
-from expanded_nn.common.containers import leaves_of, rebuilt
+from expanded_nn.common.containers import is_packed, leaves_of, rebuilt
 from expanded_nn.common.modes import uncounted, unseen, without_fused_inference
 from expanded_nn.common.rounding import are_equal, are_near, near
 from expanded_nn.common.steady import RandomStates, WithoutChance, without_traces
@@ -102,7 +101,7 @@ class Halves:
         self.module, self.forward, self.batch, self.recorder = module, forward, batch, module._recorder
         chance = Random(number)  # not a generator that somebody else draws from
         self.half = sorted(chance.sample(range(batch), batch // 2))
-        self.arguments, self.leaves = arguments, leaves_of(arguments, _is_packed)
+        self.arguments, self.leaves = arguments, leaves_of(arguments, is_packed)
         self.dims = list(map(self._samples_dim, self.leaves))
         self.strange: list[int] = []  # numbers among the results that are neither a mean nor a sum over the samples
         self.plain_results: list[Any] = []  # of all samples, as far as the plain forward has run
@@ -318,10 +317,10 @@ class Halves:
 
     def _result(self, forward: Callable[[Any, Any], Any], leaves: list[Any]) -> list[Any]:
         """What is in the result of a forward."""
-        args, kwargs = rebuilt(self.arguments, map(_copied, leaves), _is_packed)
+        args, kwargs = rebuilt(self.arguments, map(_copied, leaves), is_packed)
         with without_traces(self.module, hooks=False), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the forward itself will give them
-            return leaves_of(forward(args, kwargs), _is_packed)
+            return leaves_of(forward(args, kwargs), is_packed)
 
     def _plain(self, args: Any, kwargs: Any) -> Any:
         return type(self.module).forward(self.module, *args, **kwargs)  # not one that others have put around it
@@ -417,10 +416,6 @@ def _is_open(leaf: Any) -> bool:
 def _is_dense(leaf: Any) -> bool:
     """Whether samples can be taken from it."""
     return isinstance(leaf, Tensor) and not leaf.is_nested and leaf.layout is torch.strided
-
-
-def _is_packed(value: Any) -> bool:
-    return isinstance(value, PackedSequence)
 
 
 def _copied(leaf: Any) -> Any:

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from expanded_nn.common.modes import running_backward
 from expanded_nn.common.rounding import are_equal
 from expanded_nn.common.traced import assume, is_traced, known_zero
-from expanded_nn.recording.backward import running_backward
 from expanded_nn.recording.passes import Pass
 from expanded_nn.recording.sharded import is_shard, is_sharded, is_zero
 from expanded_nn.rows.storage import Recycled

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from expanded_nn.common.modes import function_modes, is_batched
+from expanded_nn.common.modes import function_modes, is_batched, transforms
 from expanded_nn.common.shared import stand_in, stood_for
 from expanded_nn.common.steady import WithoutDropout
 
@@ -105,16 +105,15 @@ def lifted(module: nn.Module, lent: Mapping[Slot, Lent], args: Any, kwargs: Any)
     """The layer's result, computed on the whole batch, or `NotImplemented` where that cannot be."""
     leaves, structure = tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    functorch = torch._C._functorch
-    if not any(map(functorch.is_batchedtensor, tensors)):
+    if not any(map(is_batched, tensors)):
         return NotImplemented
     originals = _originals(module, lent)
-    if originals is None or functorch.peek_interpreter_stack().level() > 1:  # a transform of the user's own, inside
+    if originals is None or transforms() > 1:  # a transform of the user's own, inside
         return NotImplemented
     dims: list[int] = module.sample_dims(len(tensors))  # type: ignore[operator]
     have_sample = [
         # one sample, or a matrix that all samples share, as a mask is
-        (x.dim() > 1 and x.shape[dim] == 1) or (x.dim() == 2 and not functorch.is_batchedtensor(x))
+        (x.dim() > 1 and x.shape[dim] == 1) or (x.dim() == 2 and not is_batched(x))
         for x, dim in zip(tensors, dims, strict=True)
     ]
     call = LiftedCall(module, originals, structure, dims)

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from expanded_nn._errors import complaint, named
 from expanded_nn.common.meanwhile import meanwhile
+from expanded_nn.common.modes import running_backward
 from expanded_nn.common.shared import is_parameter
 from expanded_nn.common.traced import is_traced, note_recorder
-from expanded_nn.recording.backward import Backward, in_transform, keeps_graph, running_backward, running_node
+from expanded_nn.recording.backward import Backward, in_transform, keeps_graph, running_node
 from expanded_nn.recording.checkpoints import has_learned_to_loop, noted_passes, pass_of_recomputation
 from expanded_nn.recording.constants import tables_of
 from expanded_nn.recording.escalate import Escalation

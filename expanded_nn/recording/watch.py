@@ -12,7 +12,8 @@ from torch.nn.utils import parametrize
 
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn.common.batch import data_in
-from expanded_nn.recording.backward import accumulates, running_backward
+from expanded_nn.common.modes import running_backward
+from expanded_nn.recording.backward import accumulates
 from expanded_nn.recording.expand import Expand
 from expanded_nn.recording.graph import graph_of
 from expanded_nn.recording.leaf import Leaf

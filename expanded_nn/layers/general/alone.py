@@ -30,7 +30,8 @@ class FoldedBatch(WholeBatch):
 
         No parameter may be sharded, or have a batch dimension of its own.
         """
-        return not is_traced() and not saved_tensors_are_packed() and all(map(_is_plain, self.lent.values()))
+        are_plain = all(type(parameter) is nn.Parameter for parameter in self.lent.values())
+        return are_plain and not is_traced() and not saved_tensors_are_packed()
 
     def by_known_way(self, ways: Ways) -> Any:
         """The result, if it went a known way; if not, what it has kept is taken back.
@@ -59,10 +60,6 @@ class FoldedBatch(WholeBatch):
     def lent(self) -> dict[Slot, Tensor]:
         """Likewise: those of all modules within."""
         return parameters_of(modules_in(self.module))
-
-
-def _is_plain(parameter: Tensor) -> bool:
-    return type(parameter) is nn.Parameter
 
 
 class Alone(General):

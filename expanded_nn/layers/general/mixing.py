@@ -13,13 +13,10 @@ from torch import Tensor
 
 from expanded_nn.common.functions import attributes, functions
 from expanded_nn.common.modes import unseen
+from expanded_nn.recording.constants import READS_NUMBERS
 
 # operations that read values
-READS = set(
-    functions(
-        "item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "__bool__", "__int__", "__float__", "__index__"
-    )
-)
+READS = READS_NUMBERS | {*functions("equal", "allclose", "is_nonzero", "__bool__")}
 # operations that may join samples or move them: all but those on each number
 _BY_KEY = set(functions("__getitem__", "__setitem__"))
 JOINS = _BY_KEY | set(
@@ -52,21 +49,14 @@ def is_of_a_layer() -> bool:
 def along(func: Any, args: Any, kwargs: Any) -> str:
     """The name of an operation, and whether it works along the samples' dimension."""
     if func in _BY_KEY:
-        key = _first_key(args[1])
+        keys = args[1]
+        key = keys[0] if isinstance(keys, tuple) and keys else keys  # of the first dimension
+        takes_all = isinstance(key, slice) and key == slice(None)
         kind = "Tensor" if isinstance(key, Tensor) else type(key).__name__  # in a trace it is one of another class
-        return f"{func.__name__} {kind} {_takes_all(key)}"
+        return f"{func.__name__} {kind} {takes_all}"
     values = [*args, *kwargs.values()]
     lists = [value for value in values if isinstance(value, tuple | list)]
     numbers = [value for value in chain(values, *lists) if type(value) is int]
     with unseen():
         first = 0 in numbers or (isinstance(args[0], Tensor) and -args[0].dim() in numbers) if args else True
     return f"{func.__name__} {first} {next((value for value in values if isinstance(value, str)), '')}"
-
-
-def _first_key(keys: Any) -> Any:
-    """The key of the first dimension in an index."""
-    return keys[0] if isinstance(keys, tuple) and keys else keys
-
-
-def _takes_all(key: Any) -> bool:
-    return isinstance(key, slice) and key == slice(None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -21,26 +20,23 @@ from expanded_nn.layers.general.opened import opened
 from expanded_nn.modules.layout import all_in_one_row, forward_of, holds_all_samples, note_input, refusal, refuse_square
 from expanded_nn.recording.expand import comes_from_rows
 
-ErrorOf = Callable[[Called], Exception | None]
 # where else the samples may stand in an argument that all of them have shared in other calls
 SHARED_ELSEWHERE: Dims = (None,)
 
 
-def read(module: Any, args: Any, kwargs: Any, error_of: ErrorOf) -> Called:
+def read(module: Any, args: Any, kwargs: Any) -> Called:
     """A call of a module: where its samples stand is told by shapes, or by comparisons where these leave it open.
 
     In states, `(layers, B, hidden)`, they may stand second. In a model that has them second, they may stand first in a
     matrix, as in a mask `(B, T)` or in the last step of a sequence, `(B, features)`; or nowhere, as in a mask `(T, T)`.
     An `Alone` module may get an argument of the model that is folded, as the patches of all images are, `(B * n,
     features)`.
-
-    `error_of` gives the error of a comparison with the plain forward, `None` where they agree.
     """
     with unseen():  # what is asked here is no part of the forward
         call = _as_usual(module, args, kwargs)
         states, others = _may_be_states(call), _may_be_otherwise(module, call)
     if any(states) or any(others):
-        dims = _compared(module, call, states, others, error_of)
+        dims = _compared(module, call, states, others)
         call = replace(call, dims=dims, kind=(*call.kind, *dims))
     with unseen():
         _refuse_no_samples(module, call)
@@ -71,14 +67,14 @@ def _usual_dim(module: Any, leaf: Any, batch: int) -> int | None:
     return dim if leaf.shape[dim] == batch else None
 
 
-def _compared(module: Any, call: Called, states: list[bool], others: list[Dims], error_of: ErrorOf) -> list[int | None]:
+def _compared(module: Any, call: Called, states: list[bool], others: list[Dims]) -> list[int | None]:
     """As `call` says, or elsewhere if only that is right."""
     kind, known = (*call.kind, *states, *others, module.goes_in_a_loop()), module._told.readings
     if kind not in known:
         if cost.is_symbol(call.batch):
             return call.dims
         wait_for_values("a module of the general rule is compared with its plain forward first")
-        known[kind] = _best(call, states, others, error_of)
+        known[kind] = _best(module, call, states, others)
     return known[kind]  # type: ignore[no-any-return]
 
 
@@ -142,7 +138,7 @@ def _reads_either_way(module: Any, leaf: Any) -> bool:
     return leaf.shape[0] == leaf.shape[1] and torch.equal(leaf, leaf.mT)
 
 
-def _best(call: Called, states: list[bool], others: list[Dims], error_of: ErrorOf) -> list[int | None]:
+def _best(module: Any, call: Called, states: list[bool], others: list[Dims]) -> list[int | None]:
     """The first reading that is right; if none is, the one whose error tells the user most."""
     # what all samples have shared in other calls is shared first: both readings may agree with the plain forward
     places = list(zip(call.dims, others, strict=True))
@@ -155,7 +151,7 @@ def _best(call: Called, states: list[bool], others: list[Dims], error_of: ErrorO
     possible = (readings(dims, others) for dims in (usual, where_unknown, everywhere))
     errors: dict[Dims, Exception] = {}
     for reading in dict.fromkeys(chain(*possible)):
-        error = error_of(replace(call, dims=list(reading)))
+        error = module._error_of(replace(call, dims=list(reading)))
         if error is None:
             return list(reading)
         errors[reading] = error

@@ -129,7 +129,7 @@ class General(Expanded):
             return self._plain_forward(*args, **kwargs)  # its children see to theirs
         if self._holds_the_only_sample(args, kwargs):
             return self._of_the_only_sample(args, kwargs)
-        call = read(self, args, kwargs, self._error_of)
+        call = read(self, args, kwargs)
         with reads_of_its_own():
             result = self._on_whole_batch(self, call).result()
             result = self._sample_by_sample(call) if result is NotImplemented else result
