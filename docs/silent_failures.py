@@ -421,7 +421,7 @@ STEPS = [
     ),
     (
         "The texts of all classes are an argument, and there are B of them",
-        "error, by name; right after a batch of another size",
+        "error, by name; the rows are right if a batch before was of another size",
         f"{INDEPENDENCE}test_an_argument_that_all_samples_share_has_as_many_rows",
     ),
     (

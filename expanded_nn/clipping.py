@@ -46,7 +46,7 @@ def clip_grad_sample_norms_(
     in Abadi et al., 2016, "Deep learning with differential privacy").
 
     Rows are held until `.grad` is cleared. Without `zero_grad()` those of a step are clipped and added in the next step
-    once more, of which a `PerSampleWarning` tells.
+    once more, of which a `PerSampleWarning` tells, but not after a step of a fused optimizer.
 
     Args:
         model: A model in per-sample mode, after a backward; the model itself, not `model.parameters()`.

@@ -273,8 +273,9 @@ class PerSampleGrads(Mapping[str, Tensor]):
 
         Weights of linear and recurrent layers, of attention, and of convolutions, which are flattened to `(out, in *
         kernel)`, have factors; vectors and embeddings are left out. Each group of a convolution is a linear map: its
-        `g gᵀ` is one of the blocks of `G`, and `A` is the mean over the groups. The weight of a transposed convolution
-        begins with the input's channels, so that `G` is there the input's.
+        `g gᵀ` is one of the blocks of `G`, and `A` is the mean over the groups. A weight that begins with the input's
+        features, as that of a transposed convolution or of `transformers`' `Conv1D`, has `G` of the input, and `A` of
+        the output's gradient.
 
         Args:
             total: The factors so far, of earlier batches. They are changed in place and returned, so that `factors =

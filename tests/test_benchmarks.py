@@ -154,6 +154,7 @@ def test_command_line() -> None:
         assert (f"| {method.key} |" in done.stdout) == (not method.compiles)
 
 
+@pytest.mark.slow
 def test_what_attribution_costs() -> None:
     command = [sys.executable, "-m", "benchmarks.attribution", "--quick", "--rounds", "1", "--only", "cnn", "lstm"]
     done = subprocess.run([*command, "--methods", "expanded_nn"], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -141,7 +141,10 @@ def first_of(get: Callable[[int], Any]) -> Callable[[int], Tensor]:
     ("place", "gives_gradients"),
     [
         *((place, False) for place in PLACES),
-        *((place, True) for place in ("cache_of_a_method", "dict_of_the_model", "context_variable")),
+        *(
+            pytest.param(place, True, marks=pytest.mark.slow)
+            for place in ("cache_of_a_method", "dict_of_the_model", "context_variable")
+        ),
     ],
 )
 def test_a_mask_for_each_length(place: str, gives_gradients: bool) -> None:

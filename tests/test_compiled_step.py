@@ -138,6 +138,11 @@ def perceptron(**_: Any) -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 3))
 
 
+def two_layers() -> nn.Module:
+    """Where there have to be several parameters, not all of which may have the same done to them."""
+    return nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 3))
+
+
 def small() -> nn.Module:
     """Where the model does not matter: a trace takes a third of that of `perceptron`."""
     return nn.Sequential(nn.Linear(8, 3))

@@ -356,7 +356,7 @@ FSDP = [
 ]
 
 
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_in_real_processes(processes: int) -> None:
     output = torchrun(__file__, processes)
     for scenario in (*DDP, *FSDP):

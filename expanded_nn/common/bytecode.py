@@ -1,4 +1,4 @@
-"""What the code of the user's functions does with indices, as far as its instructions say it."""
+"""What the code of the user's functions, and of the functions within these, does, as its instructions say it."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ def codes_in(code: CodeType) -> Iterator[CodeType]:
             yield from codes_in(constant)
 
 
+def _instructions(code: CodeType) -> Iterator[Instruction]:
+    """Those of the functions within it, too."""
+    return (instruction for inner in codes_in(code) for instruction in get_instructions(inner))
+
+
 def variables_around(function: FunctionType) -> list[Any]:
     """The values of the variables of enclosing functions; those that have none yet are left out."""
     return [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
@@ -31,14 +36,14 @@ def global_names(code: CodeType) -> dict[str, None]:
     """The global variables that it names, in this order; attributes are none, whose names stand beside them."""
     return {
         instruction.argval: None
-        for instruction in get_instructions(code)
+        for instruction in _instructions(code)
         if "GLOBAL" in instruction.opname or instruction.opname.endswith("_NAME")
     }
 
 
 def imported_names(code: CodeType) -> list[str]:
     """The modules that it imports; those of its own package, with a dot before them for each level."""
-    instructions = [instruction for instruction in get_instructions(code) if instruction.opname != "EXTENDED_ARG"]
+    instructions = [instruction for instruction in _instructions(code) if instruction.opname != "EXTENDED_ARG"]
     return [
         "." * level.argval + imported.argval
         for level, imported in zip(instructions, instructions[2:], strict=False)
@@ -50,21 +55,19 @@ def computes_keys(code: CodeType) -> bool:
     """Whether it finds items by keys that are no constants, or gives a dict as keyword arguments."""
     return any(
         (_applies_index(instruction) and previous.opname not in _NO_COMPUTED_KEY) or instruction.opname in _SPREAD
-        for previous, instruction in pairwise(get_instructions(code))
+        for previous, instruction in pairwise(_instructions(code))
     )
 
 
 def matched_attributes(code: CodeType) -> tuple[set[str], bool]:
     """The attributes that `match` reads by their names, as in `Point(x=0)`; and whether it reads others by places."""
-    pairs = [pair for pair in pairwise(get_instructions(code)) if pair[1].opname == "MATCH_CLASS"]
+    pairs = [pair for pair in pairwise(_instructions(code)) if pair[1].opname == "MATCH_CLASS"]
     return {name for names, _ in pairs for name in names.argval}, any(match.arg for _, match in pairs)
 
 
 def constant_keys(code: CodeType) -> set[Any]:
     """The constants by which it finds items, but for those of `counts["calls"] += 1`, which reads only to write."""
-    return {
-        previous.argval for previous, instruction in pairwise(get_instructions(code)) if _applies_index(instruction)
-    }
+    return {previous.argval for previous, instruction in pairwise(_instructions(code)) if _applies_index(instruction)}
 
 
 def constant_index(frame: FrameType) -> int | None:

@@ -95,9 +95,8 @@ class Outside:
             self._look_into_class(type(value))
 
     def _look_into_function(self, function: FunctionType) -> None:
-        codes = [*codes_in(function.__code__)]
-        words = {word for code in codes for word in code.co_names}
-        names = dict.fromkeys(name for code in codes for name in global_names(code) if name in function.__globals__)
+        words = {word for code in codes_in(function.__code__) for word in code.co_names}
+        names = [name for name in global_names(function.__code__) if name in function.__globals__]
         self._look_into(function.__globals__, names, words)
         for cell in function.__closure__ or ():
             self._look_into(cell, ["cell_contents"], words)

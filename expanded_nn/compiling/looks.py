@@ -47,7 +47,6 @@ MOST_DEPTH = 100  # of objects within objects; what is deeper counts by its iden
 _NUMBERS = {bool, int, float, complex}
 _SHARED_NUMBERS = "multiprocessing.sharedctypes"  # whose properties are made by `exec`
 _OF_PYDANTIC = "__pydantic_private__", "__pydantic_extra__"  # where its objects have some of their attributes
-_BOUND = BuiltinFunctionType, MethodType
 _WHOLE = Tensor | nn.Module  # what counts by its identity, whatever it holds
 
 
@@ -146,7 +145,7 @@ class Look:
         if isinstance(value, ContextVar):
             self.seen.note_places(_in_context, value)
             return by_identity(value), self._key(value.get(None))
-        if is_generator(getattr(value, "__self__", value) if cls in _BOUND else value):
+        if is_generator(value.__self__ if cls is BuiltinFunctionType else value):
             self.members.append(getattr(value, "__self__", value))
             return by_identity(value)
         if id(value) in self.numbers:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from importlib.util import resolve_name
 from operator import attrgetter, itemgetter, methodcaller
@@ -188,9 +188,6 @@ class Referred:
                 hook for registries in of_parameters for registry in registries for hook in (registry or {}).values()
             ]
             self.hooks |= {id(hook): hook for hook in hooks if type(hook).__module__.partition(".")[0] != _OURS}
-            for value in vars(module).values():
-                if isinstance(value, FunctionType | MethodType | partial):
-                    self._follow(value)
         for hook in self.hooks.values():
             self._follow(hook)
         self._read_all()
@@ -222,7 +219,7 @@ class Referred:
 
     def _read_code(self, code: CodeType, namespace: dict[str, Any]) -> None:
         self.names = self.names.joined(_names_in(code))
-        names = list(dict.fromkeys(name for inner in codes_in(code) for name in global_names(inner)))
+        names = list(global_names(code))
         names += constants(namespace) if not _TAKE_ANY_GLOBAL.isdisjoint(names) else []
         imported = _imported_by(code, namespace)
         self.globals += [(namespace, name) for name in names]
@@ -438,7 +435,7 @@ def _is_the_users(module: ModuleType) -> bool:
 def _imported_by(code: CodeType, namespace: Mapping[str, Any]) -> list[str]:
     """The modules that code imports itself, by their full names."""
     package = namespace.get("__package__") or ""
-    names = [name for inner in codes_in(code) for name in imported_names(inner)]
+    names = imported_names(code)
     words = _names_in(code).words
     names += [] if words.isdisjoint(_TAKE_ANY_MODULE) else [word for word in words if word in sys.modules]
     return [resolve_name(name, package) for name in names if package or not name.startswith(".")]
@@ -446,12 +443,10 @@ def _imported_by(code: CodeType, namespace: Mapping[str, Any]) -> list[str]:
 
 @cache
 def _names_in(code: CodeType) -> Names:
-    codes = [*codes_in(code)]
-    matched = [*map(matched_attributes, codes)]
-    words = {word for inner in codes for word in (*inner.co_names, *inner.co_consts) if isinstance(word, str)}
-    words = words.union(*(names for names, _ in matched))
-    by_key = not words.isdisjoint(_TAKE_ANY_ITEM) or any(map(computes_keys, codes))
-    by_place = any(has_places for _, has_places in matched)
+    words = {word for inner in codes_in(code) for word in (*inner.co_names, *inner.co_consts) if isinstance(word, str)}
+    matched, by_place = matched_attributes(code)
+    words |= matched
+    by_key = not words.isdisjoint(_TAKE_ANY_ITEM) or computes_keys(code)
     return Names(frozenset(words), by_key, by_place or not words.isdisjoint(_TAKE_ANY_ATTRIBUTE))
 
 
@@ -464,7 +459,7 @@ def _names_of_getter(getter: Any) -> Names:
 @cache
 def _keys_in(code: CodeType) -> frozenset[Any]:
     """The keys of items that code finds; by `get` it may be any string in it."""
-    keys = frozenset(key for inner in codes_in(code) for key in constant_keys(inner) if isinstance(key, Hashable))
+    keys = frozenset(constant_keys(code))
     words = _names_in(code).words
     return keys | words if "get" in words else keys
 

@@ -206,7 +206,7 @@ def _overlapping(tensors: Iterable[Any]) -> set[int]:
     spans: dict[int, tuple[int, int]] = {}  # of each tensor, the addresses from its first number to its last
     for tensor in tensors:
         if isinstance(tensor, Tensor) and tensor.layout is torch.strided and tensor.numel():
-            spans[id(tensor)] = tensor.data_ptr(), tensor.data_ptr() + _extent(tensor) * tensor.element_size()
+            spans[id(tensor)] = _span(tensor)
     shared, farthest, last = set(), 0, 0  # the tensor that reaches farthest so far, and where it ends
     for key, (start, end) in sorted(spans.items(), key=lambda item: item[1]):
         if start < last:
@@ -226,7 +226,9 @@ class Changed:
     """
 
     def __init__(self, graph: fx.GraphModule) -> None:
-        self.indices = _changed(graph)
+        memory, written = memory_of(graph.graph)
+        inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
+        self.indices = [number for number, node in enumerate(inputs) if memory[node] in written]
         self.places: Any = None
         self.is_shared = False
 
@@ -252,7 +254,7 @@ def _meet(x: Any, y: Tensor) -> bool:
     """
     if x.layout is not torch.strided:
         return True
-    spans = [(t.data_ptr(), t.data_ptr() + _extent(t) * t.element_size()) for t in (x, y)]
+    spans = [_span(x), _span(y)]
     if max(start for start, _ in spans) >= min(end for _, end in spans):
         return False
     row = x.stride(0) if x.dim() else 0
@@ -264,6 +266,11 @@ def _meet(x: Any, y: Tensor) -> bool:
     return bool(max(ends) > row or max(starts) < min(ends))
 
 
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Where a tensor's numbers begin in memory, and where they end."""
+    return tensor.data_ptr(), tensor.data_ptr() + _extent(tensor) * tensor.element_size()
+
+
 def _extent(tensor: Tensor) -> int:
     """How many places there are from a tensor's first number to its last."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -273,10 +280,3 @@ def _with_shared_memory(grads: Sequence[Tensor | None], values: Sequence[Any]) -
     """The indices of the gradients whose numbers are those of another tensor as well, as a compiler may decide."""
     shared, uses = _overlapping((*grads, *values)), Counter(map(id, grads))
     return {i for i, grad in enumerate(grads) if grad is not None and (id(grad) in shared or uses[id(grad)] > 1)}
-
-
-def _changed(graph: fx.GraphModule) -> list[int]:
-    """The indices of the inputs that the graph changes in place."""
-    memory, written = memory_of(graph.graph)
-    inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    return [i for i, node in enumerate(inputs) if memory[node] in written]

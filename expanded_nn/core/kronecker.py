@@ -62,6 +62,9 @@ class SecondMoment:
 class KroneckerFactors(Sequence[Any]):
     """The second moments of the factors of a weight's rows: `A` of the layer's inputs, `G` of its outputs' gradients.
 
+    So it is for weights `(out, in)`. Of one that begins with the inputs, `(in, out)`, such as that of a transposed
+    convolution, `G` is of the inputs, and `A` of the outputs' gradients.
+
     `PerSampleGrads.kronecker` makes them. Factors of several batches, or processes, add up: `factors + more`.
 
     Attributes:

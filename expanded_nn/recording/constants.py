@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from expanded_nn._errors import LIBRARIES
 from expanded_nn.common.batch import contents, data_in, is_shared_by_all
-from expanded_nn.common.bytecode import codes_in, global_names, variables_around
+from expanded_nn.common.bytecode import global_names, variables_around
 from expanded_nn.common.functions import functions, is_in_place
 from expanded_nn.common.shared import is_parameter
 from expanded_nn.common.steady import attributes_of
@@ -117,7 +117,7 @@ def _of_class(cls: type) -> Iterator[Any]:
         if function in met or function.__code__.co_filename.startswith(LIBRARIES):
             continue
         met.add(function)
-        names = {name for code in codes_in(function.__code__) for name in global_names(code)}
+        names = global_names(function.__code__)
         named = [*map(function.__globals__.get, names), *variables_around(function)]
         yield from (x for x in named if isinstance(x, Tensor))
         functions_left += [x for x in named if isinstance(x, FunctionType)]
