@@ -2,7 +2,8 @@
 
 Points in a square, whose loss holds the network's Laplacian, and points on its boundary are two passes that end in one
 backward. Every 25 steps the boundary's weight moves to where the mean norms of their rows agree. (Wang, Teng and
-Perdikaris, 2021, SIAM J. Sci. Comput. 43, compare the norms of the terms' gradients.) Hooks on layers fail here, as the loss itself runs backward through them.
+Perdikaris, 2021, SIAM J. Sci. Comput. 43, compare the norms of the terms' gradients.) Hooks on layers fail here, as
+the loss itself runs backward through them.
 """
 
 import argparse
