@@ -172,8 +172,9 @@ def _warn_of_replaced_rows(recorders: list[Recorder]) -> None:
     if any(recorder.store.replaces for recorder in recorders):
         warn(
             "clip_grad_sample_norms_: the last backward has replaced the rows of an earlier one of the same forwards, "
-            "which were not clipped: with accumulate_grad=False only the last rows are held. Clip after each backward, "
-            "add the losses up before one backward, or say per_sample(accumulate_grad=True)."
+            "which were not clipped: with accumulate_grad=False only the last rows are held. Add the losses up before "
+            "one backward, or say per_sample(accumulate_grad=True). Clip after each backward if each part of a "
+            "sample's gradient may be as large as max_norm."
         )
 
 

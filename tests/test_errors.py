@@ -1874,6 +1874,22 @@ def an_input_changed_after_the_backward() -> None:
     model[0].weight.grad_sample.flatten(1).norm(dim=1)
 
 
+@refused(r"^Per-sample gradients: the grad_sample of 0.weight is a list; wanted a tensor \(B, \*\(4, 4\)\).*torch.cat")
+def rows_in_a_list() -> None:
+    model = on(nn.Linear(4, 4))
+    rows_held(model)
+    model[0].weight.grad_sample = [model[0].weight.grad_sample]
+    enn.clip_grad_sample_norms_(model, 1.0)
+
+
+@refused(r"^Per-sample gradients: the grad_sample of 0.bias has shape \(3, 5\); wanted a tensor \(B, \*\(4,\)\)")
+def rows_of_another_shape() -> None:
+    model = on(nn.Linear(4, 4))
+    rows_held(model)
+    model[0].bias.grad_sample = torch.ones(SAMPLES, 5)
+    enn.clip_grad_sample_norms_(model, 1.0)
+
+
 class Branches(nn.Module):
     """Two heads behind a body, of which each was switched on by itself."""
 

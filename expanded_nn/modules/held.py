@@ -20,7 +20,7 @@ from expanded_nn.core.terms import Differentiable, Products
 from expanded_nn.factored import FactoredTensor, as_factored, as_real, materialized, refuse_hidden
 from expanded_nn.modules.base import Expanded, PerSampleModule, all_parameters, recorders_of
 from expanded_nn.recording.recorder import LIVE, Recorder
-from expanded_nn.recording.sharded import is_zero
+from expanded_nn.recording.sharded import is_shard, is_zero
 from expanded_nn.rows.factors import widened
 
 
@@ -112,7 +112,22 @@ def held_rows(parameters: Mapping[str, Tensor], *, adds: bool) -> dict[str, Tens
     }
     rows_by_name = {name: rows for name, rows in held.items() if rows is not None}
     refuse_hidden(rows_by_name.values())
+    for name, rows in rows_by_name.items():
+        _refuse_strange_rows(name, rows, parameters[name])
     return rows_by_name
+
+
+def _refuse_strange_rows(name: str, rows: object, parameter: Tensor) -> None:
+    """Raises for what is no row for each sample, as the user may have set it."""
+    if isinstance(rows, Tensor) and rows.dim() and (rows.shape[1:] == parameter.shape or is_shard(parameter)):
+        return
+    found = f"has shape {tuple(rows.shape)}" if isinstance(rows, Tensor) else f"is a {type(rows).__name__}"
+    raise complaint(
+        "Per-sample gradients",
+        f"the grad_sample of {name} {found}",
+        f"a tensor (B, *{tuple(parameter.shape)})",
+        "Leave it to the backward, or set it to None; several tensors go into one, torch.cat(rows).",
+    )
 
 
 def batch_size_of(held: Mapping[str, Tensor]) -> int:
