@@ -278,8 +278,11 @@ class Halves:
         before = self.plain_results, self.strange
         try:
             with swapped({slot: zeros[p] for slot, p in held.items() if p in zeros}):
-                # several times, as it may choose by chance
-                return bool(zeros) and all(self._dims_of_results(is_random=is_random) is None for _ in range(TRIES))
+                if not zeros or self._dims_of_results(is_random=is_random) is not None:
+                    return False
+                # it may choose by chance, so that results differ in any case
+                with self._plainly(is_random=is_random, with_graph=False):
+                    return not any(self._has_other_chance(self.plain_results) for _ in range(2 * TRIES))
         finally:
             self.plain_results, self.strange = before
 
