@@ -12,9 +12,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from expanded_nn._errors import complaint
+from expanded_nn.common.functions import functions
 from expanded_nn.common.modes import no_torch_function, refuse_batched
 from expanded_nn.common.traced import OnlyEager
 from expanded_nn.core.algebra import Kind
@@ -22,12 +23,13 @@ from expanded_nn.core.geometry import Geometry
 from expanded_nn.core.parts import Parts
 from expanded_nn.core.patches import Patches
 from expanded_nn.core.terms import Dense, Differentiable, OneHot, Outer, PaddedOuter, SparseOneHot, Term
-from expanded_nn.rows.cell import Block, Cell, Guarded
+from expanded_nn.rows.cell import Block, Cell, Guarded, Slice
 from expanded_nn.rows.factors import Rows, scaled_blocks
 from expanded_nn.rows.operations import TABLE
 from expanded_nn.rows.storage import Recycled
 
 Gradient = Callable[..., Tensor]
+PRODUCTS = set(functions("matmul", "__matmul__", "__rmatmul__", "mv", "einsum", "tensordot", "inner", "linear"))
 SAVED_VERSION = 2  # of what `__reduce_ex__` hands to `rebuilt`
 SAVED_KINDS = {kind.__name__: kind for kind in (Dense, Outer, PaddedOuter, Parts, OneHot, SparseOneHot, Patches)}
 
@@ -111,6 +113,8 @@ class FactoredTensor(Rows):
                 result = handler(*args, **(kwargs or {}))
                 if result is not NotImplemented:
                     return result
+            if func in PRODUCTS:
+                args, kwargs = tree_map_only(FactoredTensor, _read_alone, (args, kwargs or {}))
             return func(*args, **(kwargs or {}))
 
     @classmethod
@@ -126,6 +130,12 @@ class FactoredTensor(Rows):
             if result is not NotImplemented:
                 return result
         return _dense_operation(func, args, kwargs or {})
+
+
+def _read_alone(rows: FactoredTensor) -> Tensor:
+    """The rows of a slice for an operation that begins with views of them, as these are views of the whole's memory."""
+    is_slice = isinstance(rows._cell, Slice) and not rows.is_dense and not rows.requires_grad
+    return rows._rows() if is_slice else rows
 
 
 def rebuilt(version: int, *saved: Any) -> FactoredTensor:
@@ -293,6 +303,17 @@ def _dense_operation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             "a tensor of another shape beside it",
             "Write rows.unsqueeze(0) in place of rows.unsqueeze_(0), or take rows.dense().",
         )
+    written = _written(func, args, kwargs) if shares_memory else []
     args, kwargs = tree_map_only(FactoredTensor, unwrap, (args, kwargs))
     result = func(*args, **kwargs)
+    for rows in written:  # below autograd nobody counts that
+        torch.autograd.graph.increment_version(rows._cell.densify())
     return tree_map_only(Tensor, lambda out: wrappers.get(id(out), out), result)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[FactoredTensor]:
+    """The factored tensors that the operation changes in place."""
+    arguments = func._schema.arguments
+    values = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
+    written = [values.get(entry.name) for entry in arguments if entry.alias_info and entry.alias_info.is_write]
+    return [leaf for leaf in tree_leaves(written) if isinstance(leaf, FactoredTensor)]

@@ -400,7 +400,7 @@ def _digest(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def _traits(model: nn.Module) -> tuple[list[tuple[int, int, int]], float, float]:
+def _traits(model: nn.Module) -> tuple[list[tuple[int, int, int]], str]:
     """What changes where the weights or the buffers of a model do, at less cost than a digest.
 
     Of each the tensor, where it is in memory, and how often it was changed in place; and their norm and their sum, as
@@ -411,4 +411,4 @@ def _traits(model: nn.Module) -> tuple[list[tuple[int, int, int]], float, float]
     places = [(id(x), x.data_ptr(), x._version) for x in state.values() if not is_shard(x)]
     numbers = [x for x in counted if x.is_floating_point() and x.numel()]
     total = sum((x.sum().double() for x in numbers), start=torch.zeros((), dtype=torch.float64))
-    return places, float(get_total_norm(numbers)), float(total)
+    return places, f"{float(get_total_norm(numbers))} {float(total)}"  # as text, in which NaN is equal to itself

@@ -1,6 +1,7 @@
 """A compiled step whose calls differ in little: by tensors that are one, hooks of arguments, names, negated numbers."""
 
 import random
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -335,3 +336,68 @@ def test_a_step_that_calls_no_module() -> None:
         return (lambda _, x, y: compiled(x, y)), None
 
     assert compared(program, None) == 1
+
+
+NUMBERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # torch makes a number of a tensor
+    "alpha": lambda x, s: x.add(x, alpha=s),
+    "value": lambda x, s: x.addcmul(x, x, value=s),
+    "slope": lambda x, s: F.leaky_relu(x, s),
+    "full": lambda x, s: torch.full((2,), s),
+    "of_a_list": lambda x, s: torch.tensor([s, s]),
+}
+
+
+@pytest.mark.parametrize("buffer", [False, True])
+@pytest.mark.parametrize("use", NUMBERS.values(), ids=NUMBERS)
+def test_a_number_that_torch_takes_from_a_tensor(use: Callable[[Tensor, Tensor], Tensor], buffer: bool) -> None:
+    """As `alpha`, the noise of a schedule: a graph would keep that of the trace."""
+    model, number = enn.convert(nn.Linear(4, 4)).per_sample(), torch.tensor(0.1)
+    if buffer:
+        model.register_buffer("number", number)
+
+    def step(x: Tensor) -> Tensor:
+        model(x).square().mean().backward()
+        return use(x, model.number if buffer else number)
+
+    compiled = enn.compile(step, backend="eager")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for call in range(4):
+            number.fill_(call + 0.5)
+            model.zero_grad()
+            x = torch.linspace(-1, 1, 12).view(3, 4)
+            torch.testing.assert_close(compiled(x), use(x, number))
+    assert any("it takes a number from a tensor in line" in str(warning.message) for warning in caught)
+
+
+def test_sparse_gradients_run_eagerly() -> None:
+    model = enn.convert(nn.Embedding(9, 2, sparse=True)).per_sample()
+
+    def step(x: Tensor) -> None:
+        model.zero_grad()
+        model(x).square().mean().backward()
+
+    compiled = enn.compile(step, backend="eager")
+    compiled(torch.randint(9, (4, 3)))
+    with pytest.warns(enn.PerSampleWarning, match="runs eagerly, as its gradients are sparse"):
+        compiled(torch.randint(9, (4, 3)))
+    compiled(torch.randint(9, (4, 3)))
+    assert model.weight.grad.is_sparse
+
+
+def test_gradients_of_other_strides_than_a_trace_says() -> None:
+    """Those of the mean squared error of a view: a graph for which a view would be wrong."""
+    model = enn.convert(nn.GRU(5, 7, batch_first=True)).per_sample()
+
+    def step(x: Tensor, y: Tensor) -> None:
+        model.zero_grad()
+        F.mse_loss(F.linear(model(x)[0], torch.ones(2, 7)), y).backward()
+
+    compiled = enn.compile(step, backend="eager")
+    for _ in range(3):
+        x, y = torch.randn(3, 4, 5), torch.randn(3, 4, 2)
+        compiled(x, y)
+        rows = model.weight_ih_l0.grad_sample
+        step(x, y)
+        torch.testing.assert_close(rows.to_dense(), model.weight_ih_l0.grad_sample.to_dense())
+    assert sum(len(family.graphs) for family in compiled._graphs.families.values()) == 1

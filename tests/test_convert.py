@@ -791,3 +791,11 @@ def test_a_class_whose_new_takes_arguments_is_copied() -> None:
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         other(torch.ones(4, 3)).sum().backward()
         assert other.layer.weight.grad_sample.shape == (4, 2, 3)
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_every_protocol_of_pickle(protocol: int) -> None:
+    model = enn.convert(nn.Sequential(nn.Linear(3, 2))).per_sample()
+    loaded = pickle.loads(pickle.dumps(model, protocol))
+    loaded(torch.ones(4, 3)).sum().backward()
+    assert loaded[0].weight.grad_sample.shape == (4, 2, 3)

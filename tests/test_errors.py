@@ -231,7 +231,7 @@ class Reduced(nn.Module):
         return Reduced, (self.layer.out_features,)
 
 
-@refused(r"^Reduced: the class has a __reduce__ of its own.*revert\(model\), and convert what comes of that")
+@refused(r"^Reduced: the class has a __reduce__ of its own.*revert\(model, inplace=True\); convert that again")
 def a_copy_by_a_method_of_the_class() -> None:
     copy.deepcopy(enn.convert(Reduced(3)))
 
@@ -1913,6 +1913,14 @@ def rows_of_a_skipped_batch_in_a_part() -> None:
     torch.optim.SGD(model.parameters(), 1.0).zero_grad()
     model.first(model.body(torch.randn(SAMPLES, 4))).sum().backward()
     enn.clip_grad_sample_norms_(model, 1.0)
+
+
+@refused(r"^per_sample_grads: parts of the model .* each by itself.*different backwards")
+def parts_whose_batches_have_another_order() -> None:
+    model = branches()
+    few, many = (model.body(torch.randn(size, 4)) for size in (2, 5))
+    (model.first(many).sum() + model.first(few).sum()).backward()
+    enn.per_sample_grads(model)
 
 
 @refused(r"^per_sample_grads: the parameters \['0.weight'\] are in two models .* both have rows.*ModuleList")

@@ -600,3 +600,26 @@ def test_rows_of_any_layout() -> None:
     same(grads["weight"].flatten(1), rows.flatten(1))
     same(grads["weight"].view(B, 15), rows.reshape(B, 15))
     same(grads.flatten(), rows.flatten(1))
+
+
+@pytest.mark.parametrize("write", [*(name for name in WRITES if name != "numpy"), "detached"])  # numpy counts nothing
+def test_what_was_computed_from_dense_rows_knows_that_they_were_changed(write: str) -> None:
+    """It may share their memory."""
+    rows, _ = make("outer_2")
+    rows.mT  # noqa: B018 (which makes them dense)
+    snapshot, tripled = PerSampleGrads({"w": rows}), 3 * rows
+    if write == "detached":
+        rows.detach().mul_(0)
+    else:
+        WRITES[write](rows)
+    for read in (snapshot.norms, lambda: tripled.flatten(1).norm(dim=1)):
+        with pytest.raises(PerSampleError, match="was changed in place"):
+            read()
+
+
+def test_a_product_with_a_slice_leaves_the_whole_factored() -> None:
+    rows, dense = make("outer_2")
+    vector = torch.randn(5)
+    torch.testing.assert_close(rows[1:3] @ vector, dense[1:3] @ vector)
+    torch.testing.assert_close(torch.einsum("boi,i->bo", rows[1:3], vector), dense[1:3] @ vector)
+    assert not rows.is_dense

@@ -1440,3 +1440,12 @@ def test_a_table_that_changes_little() -> None:
         model.zero_grad()
         total_loss(model, call).backward()
         assert_close_rows(rows_of(model), loop(module, call, 4), 1e-5)
+
+
+def test_a_layer_alone_in_a_model_whose_samples_stand_second() -> None:
+    """In `(B, features)` they stand first, as within a forward."""
+    model = enn.convert(nn.ModuleDict({"head": nn.Linear(5, 2)})).per_sample(batch_first=False)
+    for shape, samples in (((1, 5), 1), ((4, 5), 4), ((7, 3, 5), 3)):
+        model.zero_grad()
+        model["head"](torch.randn(shape)).sum().backward()
+        assert len(model["head"].weight.grad_sample) == samples

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 from collections import UserDict
 from collections.abc import Callable, Iterator
+from types import GeneratorType
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +14,13 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 IsLeaf = Callable[[Any], bool] | None
+_EXAMPLES: Any = iter([]), iter(()), iter({}), iter({}.values()), iter({}.items()), reversed([]), reversed(())
+_ITERATORS = {GeneratorType, map, filter, zip, enumerate, *map(type, _EXAMPLES)}
+
+
+def listed(argument: Any) -> Any:
+    """An argument; what a generator or an iterator gives, as a list, for a forward that may run several times."""
+    return [*argument] if type(argument) in _ITERATORS else argument
 
 
 def leaves_of(value: Any, is_leaf: IsLeaf = None) -> list[Any]:

@@ -133,6 +133,8 @@ class Outcome:
         for number, (owner, (old_grad, was_trainable)) in enumerate(zip(owners, before, strict=True)):
             if owner.requires_grad != was_trainable:
                 self.trainable.append((number, not was_trainable))
+            if owner.grad is not None and owner.grad.is_sparse:
+                raise OnlyEager("its gradients are sparse")
             if owner.grad is not old_grad:
                 self.grads.append((number, None if owner.grad is None else packed(owner.grad, results)))
             elif owner.grad is not None and owner.grad._version != versions.get(number, owner.grad._version):

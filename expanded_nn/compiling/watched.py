@@ -30,6 +30,7 @@ from expanded_nn.recording.leaf import Leaf, Published
 READ = torch.ops.aten._local_scalar_dense.default
 _SHOWN = {Tensor.__repr__, Tensor.__format__, Tensor.numpy, Tensor.__array__, Tensor.tolist}
 _NUMBER = {Tensor.item, Tensor.__float__, Tensor.__int__, Tensor.__bool__, Tensor.__index__}
+_MAKES = {torch.tensor, torch.as_tensor, torch.asarray}
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _OF_GRAD = {cast(Any, Tensor.grad).__get__, cast(Any, Tensor.grad).__set__}
 _OF_GRAD |= {Tensor.requires_grad_, cast(Any, Tensor.requires_grad).__set__}
@@ -62,6 +63,8 @@ class Operations(TorchDispatchMode):
             value = func(*args, **kwargs)
             if hasattr(value, "node"):
                 self.values[value.node.expr] = text_of(line_of_user())
+            elif not _is_fake(args[0]):
+                raise OnlyEager(_number_of_tensor())
             return value
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.draws = True
@@ -119,6 +122,18 @@ def _is_fake(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor | FactoredTensor)
 
 
+def _has_values(value: object) -> bool:
+    return isinstance(value, Tensor) and not _is_fake(value)
+
+
+def _number_of_tensor() -> str:
+    """Why there is no graph where torch makes a number of a tensor with values, as for `alpha`: it would be kept."""
+    return (
+        f"it takes a number from a tensor in {text_of(line_of_user())}, where torch wants a number or an index "
+        "(compute with the tensor, x + alpha * y; or make the number an argument of the step)"
+    )
+
+
 def _is_of_rows(holder: object) -> bool:
     """Whether an object holds rows: those of a recorder that the step itself has made, by `per_sample`."""
     if isinstance(holder, dict):
@@ -149,6 +164,8 @@ class Readings(TorchFunctionMode):
             self.grads.setdefault(id(args[0]), (args[0], args[0].grad, args[0].requires_grad))
         if func in SIZES and args and is_hidden(args[0]) and not is_called_by_libraries(func):
             raise OnlyEager("it uses the number of per-sample gradients from before the call (clear them)")
+        if func in _MAKES and args and any(map(_has_values, tree_leaves(args[0]))) and not _has_values(args[0]):
+            raise OnlyEager(_number_of_tensor())
         if func is torch._is_all_true and is_traced() and _is_fake(args[0]):  # how torch.distributions look at values
             assume(args[0].all(), "call after call a distribution is given values that it does not allow")
             return True

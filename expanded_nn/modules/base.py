@@ -17,6 +17,7 @@ from torch.nn.utils import parametrize
 
 from expanded_nn._errors import complaint, named, refuse_other_kind
 from expanded_nn.common.batch import batch_of, data_in, in_order, tensors
+from expanded_nn.common.containers import listed
 from expanded_nn.common.meanwhile import meanwhile
 from expanded_nn.common.modes import WithoutSelection, is_selective, outside_of_graph, unseen
 from expanded_nn.common.shared import as_no_view, stood_for
@@ -211,15 +212,10 @@ def _with_rows(module: Root | Expanded, recorder: Recorder, args: Any, kwargs: A
             "torch.jit.trace", "the model is in per-sample mode", "that mode off", "Trace it with per_sample(False)."
         )
     recorder.refuse_other_thread(module)
-    args, kwargs = tuple(map(_listed, args)), {name: _listed(value) for name, value in kwargs.items()}
+    args, kwargs = tuple(map(listed, args)), {name: listed(value) for name, value in kwargs.items()}
     run = module._in_pass if recorder.escalation.runs else partial(recorder.escalation.run, module)
     with WithoutSelection() if is_selective() else nullcontext():
         return run(args, kwargs)
-
-
-def _listed(argument: Any) -> Any:  # as the forward may run several times
-    """An argument; what an iterator gives, as a list."""
-    return [*argument] if hasattr(type(argument), "__next__") else argument
 
 
 class Root(PerSampleModule):
@@ -280,7 +276,10 @@ class Expanded(PerSampleModule):
 
     def samples_in(self, *args: Any, **kwargs: Any) -> int | None:
         """B, where this layer is called on its own."""
-        return batch_of((args, in_order(self, kwargs)), batch_first=not self._samples_dim)
+        arguments = args, in_order(self, kwargs)
+        first = next(data_in(arguments), None)
+        are_first = not self._samples_dim or (first is not None and first.dim() <= self.feature_dims + 1)
+        return batch_of(arguments, batch_first=are_first)
 
     def _of_samples(self, args: Any, kwargs: Any) -> Any:
         """The arguments that may have samples."""

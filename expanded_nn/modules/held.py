@@ -75,7 +75,8 @@ def _refuse_rows_of_other_models(
 ) -> None:
     """Raises where row i of some parameter may not be of the sample that row i of the others is of."""
     if len(recorders) > 1:
-        backwards = {tuple(pass_.reached_by for pass_ in recorder.store.held) for recorder in recorders}
+        passes = [recorder.store.held for recorder in recorders]
+        backwards = {tuple((pass_.reached_by, pass_.batch) for pass_ in held) for held in passes}
         if len(backwards - {()}) > 1:
             raise complaint(
                 who,

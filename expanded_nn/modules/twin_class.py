@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import copyreg
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from inspect import get_annotations
 from types import new_class
 from typing import Any
@@ -85,28 +87,31 @@ def _twin_of_graph(kind: type[nn.Module], module: Any) -> Any:
     return module
 
 
-_NEW_OBJECT = object().__reduce_ex__(2)[0]  # makes an instance of a class that does not say how
+_NEW_OBJECT, _NEW_OBJECT_BY_NAME = copyreg.__newobj__, copyreg.__newobj_ex__  # type: ignore[attr-defined]
+_BY_COPYREG = _NEW_OBJECT, _NEW_OBJECT_BY_NAME, copyreg._reconstructor  # type: ignore[attr-defined]
 
 
 def reduced_twin(kind: type[nn.Module], plain_class: type[nn.Module], reduction: Any) -> tuple[Any, ...]:
     """How a twin is copied and pickled, by what `__reduce_ex__` gives for it.
 
     Raises:
-        PerSampleError: If its class has a way of its own, as that would make a plain model.
+        PerSampleError: If its class has a way of its own that makes a model anew, as that would be a plain one.
     """
     make, arguments, *state = reduction
-    if make is not _NEW_OBJECT:
+    if make not in _BY_COPYREG and not any(state):
         raise complaint(
             plain_class.__name__,
             f"the class has a __reduce__ of its own (by {getattr(make, '__name__', make)}), by which a copy, or "
             "what is loaded, would be a plain model",
             "a class that is copied and pickled as others are",
-            "Copy or pickle the plain model, revert(model), and convert what comes of that.",
+            "Copy or pickle the plain model, revert(model, inplace=True); convert that again, and what comes of it.",
         )
-    return (new_twin, (kind, plain_class, *arguments[1:]), *state)
+    given = arguments[1:] if make is _NEW_OBJECT else arguments[1] if make is _NEW_OBJECT_BY_NAME else ()
+    by_name = arguments[2] if make is _NEW_OBJECT_BY_NAME else {}
+    return (partial(new_twin, **by_name) if by_name else new_twin, (kind, plain_class, *given), *state)
 
 
-def new_twin(kind: type[nn.Module], plain_class: type[nn.Module], *arguments: Any) -> nn.Module:
+def new_twin(kind: type[nn.Module], plain_class: type[nn.Module], /, *arguments: Any, **by_name: Any) -> nn.Module:
     """An empty instance of a twin class, for unpickling and copying; with what its `__new__` takes."""
     module_class = twin_class(kind, plain_class)
-    return module_class.__new__(module_class, *arguments)
+    return module_class.__new__(module_class, *arguments, **by_name)

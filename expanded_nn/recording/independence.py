@@ -153,6 +153,8 @@ class Halves:
             return self._refusal("half of the samples give other results without the others", self.recorder)
         if parameter is not None:
             name, layer = self.recorder.name_of(parameter), self.recorder.holder_of(parameter)
+            if layer not in {*self.module.modules()}:  # of an earlier call, so that no module in this one is to blame
+                layer = self.module
             return self._refusal(f"gradients of samples by {name} are in the rows of others", layer)
         if unused is not None:
             return self._refusal_of_unused(unused)

@@ -81,8 +81,8 @@ class Order(TorchFunctionMode):
             x, times = args[0], args[1] if isinstance(args[1], Sequence) else args[1:]
             if self.copies.repeats_over_samples(x, *times):
                 func, args = repeat_over_samples, (x, *times)
-        if func in _BROADCASTS and len(args) > 1:
-            self._look_at_broadcast(func, [x for x in args if type(x) in places.TENSORS])
+        if func in _BROADCASTS:
+            self._look_at_broadcast(func, [x for x in (*args, *kwargs.values()) if type(x) in places.TENSORS])
         if func not in _LOOKED_AT and not self._meets_what_is_followed(args, kwargs):
             return func(*args, **kwargs)
         if not is_selective():
@@ -501,7 +501,8 @@ _BROADCASTS = _PRODUCTS | set(
     functions(
         *("add", "sub", "mul", "div", "add_", "sub_", "mul_", "div_", "__radd__", "__rsub__", "__rmul__", "__rdiv__"),
         *("subtract", "multiply", "divide", "true_divide", "rsub", "pow", "__pow__", "__rpow__", "float_power"),
-        *("where", "lerp", "lerp_", "addcmul", "addcmul_", "addcdiv", "addcdiv_", "clamp", "maximum", "minimum"),
+        *("where", "lerp", "lerp_", "addcmul", "addcmul_", "addcdiv", "addcdiv_", "clamp", "clamp_", "clip"),
+        *("clamp_min", "clamp_max", "maximum", "minimum", "max", "min", "remainder", "fmod", "ldexp"),
         *("fmax", "fmin", "atan2", "hypot", "logaddexp", "logaddexp2", "xlogy", "copysign"),
     )
 )

@@ -14,7 +14,7 @@ from expanded_nn.core.terms import Dense, Term
 from expanded_nn.rows.storage import Recycled
 
 
-def _version_of(tensor: Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
     """How often a tensor was changed in place; tensors of `torch.inference_mode` do not count that."""
     return 0 if tensor.is_inference() else tensor._version
 
@@ -32,12 +32,12 @@ class Guarded(NamedTuple):
     @classmethod
     def of(cls, term: Term) -> Guarded:
         """Guards a term against changes from here on."""
-        return cls(term, tuple((factor, _version_of(factor)) for factor in term.factors))
+        return cls(term, tuple((factor, version_of(factor)) for factor in term.factors))
 
     def check(self) -> None:
         """Raises if a factor was changed in place since the term was made."""
         for factor, version in self.guards:
-            if _version_of(factor) != version:
+            if version_of(factor) != version:
                 raise complaint(
                     "grad_sample",
                     "a tensor that a factored gradient, or a snapshot by per_sample_grads, still needs (a layer's "
@@ -77,10 +77,7 @@ class Cell:
         return self.dense is not None
 
     def merge(self) -> tuple[Block, ...]:
-        """The blocks, with the terms of each merged by kind."""
-        if self.is_dense:
-            rows = self.densify()
-            return ((rows.shape[0], (Guarded.of(Dense.of(rows)),)),)
+        """The blocks of factors, with the terms of each merged by kind."""
         for _, terms in self.blocks:
             if len(terms) > 1:
                 self.blocks = tuple((size, _merged(own)) for size, own in self.blocks)

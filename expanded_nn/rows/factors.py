@@ -17,7 +17,7 @@ from expanded_nn.core.algebra import Kind
 from expanded_nn.core.kronecker import KroneckerFactors
 from expanded_nn.core.positions import gram_by_position, numbers_of_positions
 from expanded_nn.core.terms import Dense, Products, SparseOneHot, Term
-from expanded_nn.rows.cell import Block, Cell, Guarded
+from expanded_nn.rows.cell import Block, Cell, Guarded, version_of
 from expanded_nn.rows.storage import Recycled
 
 R = TypeVar("R", bound="Rows")
@@ -57,7 +57,11 @@ class Rows(Tensor):
     @property
     def blocks(self) -> tuple[Block, ...]:
         """The groups of rows, each with its guarded terms."""
-        return self._cell.merge()
+        if not self.is_dense:
+            return self._cell.merge()
+        # a view that is written to counts for this tensor, an alias for what is in the cell
+        rows = self._cell.densify()
+        return ((self.shape[0], (Guarded(Dense.of(rows), tuple((x, version_of(x)) for x in (self, rows))),)),)
 
     def terms(self) -> tuple[Term, ...]:
         """All terms of all blocks, for a look at their kinds and sizes: changes in place are not checked."""

@@ -969,3 +969,12 @@ def test_a_long_chain_of_objects_that_a_forward_counts_in() -> None:
         model(torch.randn(6, 4)).sum().backward()
         assert CHAIN.seen["calls"] == step + 1
     assert RUNS.getvalue().count("3") == 2 * 3  # halves at the calls 0, 1 and 3
+
+
+def test_samples_that_are_moved_between_two_calls_where_no_operation_tells() -> None:
+    """The rows are of another call's samples, so that no module in this one is to blame: it does not go on."""
+    model = enn.convert(nn.ModuleDict({"first": nn.Linear(4, 4), "second": Between(torch.tanh)})).per_sample()
+    h = model["first"](torch.randn(6, 4))
+    moved = torch.stack([h[i].tanh() for i in reversed(range(6))])
+    with pytest.raises(enn.PerSampleError, match=f"gradients of samples by first.weight {IN_OTHER_ROWS}"):
+        model["second"](moved)
