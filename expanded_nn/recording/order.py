@@ -336,11 +336,11 @@ class Order(TorchFunctionMode):
             return None
         key = places.keys_by_dim(move.index, dims)[dim]
         if isinstance(key, Tensor) and has_no_values(key):
-            if not has_no_values(rows) and move.shape[dim] == batch and self._are_samples(rows):
+            if not has_no_values(rows) and move.shape[dim] == batch and self._seem_samples(rows):
                 self.refuse(None, _by_user(func, Moved(getattr(func, "__name__", str(func)), None)))
             return None
         index, count = places.chosen(move.index, move.shape, dim, batch)
-        if index is NotImplemented or count % batch or not self._are_samples(rows):
+        if index is NotImplemented or count % batch or not self._seem_samples(rows):
             return None
         name = getattr(func, "__name__", str(func))
         if count == batch or dim != usual:
@@ -372,7 +372,7 @@ class Order(TorchFunctionMode):
         if batch is None or len(counts) < 2 or counts[0] != batch or counts[1] % batch or self._samples_dim(2):
             return None
         chosen = type(source.grad_fn).__name__ == "IndexBackward0"  # as by another mask, which may take unequal numbers
-        if chosen or not self._are_samples(source):
+        if chosen or not self._seem_samples(source):
             return None
         stays = (mask.expand(input.shape).flatten(1).sum(1) * batch == source.numel()).all()
         if not is_traced() and bool(stays):
@@ -447,9 +447,13 @@ class Order(TorchFunctionMode):
         # without gradients, as in a reentrant checkpoint, nothing tells where it comes from
         return is_known or not torch.is_grad_enabled() or comes_from_rows(x)
 
+    def _seem_samples(self, x: Tensor) -> bool:
+        """`_are_samples`, or B rows that were computed from anything but constants, as those of frozen embeddings."""
+        return self._are_samples(x) or id(x) not in self.constants.known
+
     def _may_be_samples(self, x: Tensor) -> bool:
         """`_are_samples`; within a `one_pass`, whose arguments nobody names, all that is no constant may be samples."""
-        return self._are_samples(x) or (self.recorder.forward.is_one_pass and id(x) not in self.constants.known)
+        return self._seem_samples(x) if self.recorder.forward.is_one_pass else self._are_samples(x)
 
     def _holds_samples(self, x: Tensor) -> bool:
         """Whether the rows of a tensor with B rows are the samples, in their order."""

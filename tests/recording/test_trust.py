@@ -3799,3 +3799,40 @@ def test_an_iterator_as_an_argument(make: str, own: bool, compare: bool) -> None
     for _ in range(2):
         model.zero_grad()
         right(model, module, step, values(), values(seed=2), values(seed=3))
+
+
+# --- what no layer with rows has made -------------------------------------------------------------------------------
+
+
+class Sorted(nn.Module):
+    """Sorts what it has computed from its input by itself, and sorts back."""
+
+    def __init__(self, before: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.table, self.before = nn.Embedding(9, D).requires_grad_(False), before
+        self.lin, self.other = nn.Linear(D, 2), nn.Linear(D, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.before(self, x)
+        order = h.sum(1).argsort()
+        return self.lin(h[order]).tanh()[order.argsort()] + self.other(h)
+
+
+BEFORE: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[], Tensor]]] = {
+    "arithmetic": (lambda m, x: (x - 1) / 2, lambda: torch.randn(B, D)),
+    "frozen": (lambda m, x: m.table(x).mean(1), lambda: torch.randint(9, (B, 5))),
+    "no_grad": (lambda m, x: m.other(x).detach().repeat(1, 2), lambda: torch.randn(B, D)),
+}
+
+
+@pytest.mark.parametrize("name", BEFORE)
+def test_samples_that_change_places_before_the_first_layer_with_rows(name: str) -> None:
+    """Where no forward is compared, only the look at operations sees it."""
+    before, make = BEFORE[name]
+    model = on(Sorted(before), compare=False, escalate=False)
+    batches = []
+    for seed in range(4):  # some batches are in order
+        torch.manual_seed(seed)
+        batches.append(make())
+    with pytest.raises(enn.PerSampleError, match=r"samples have taken each other's places \(__getitem__"):
+        [model(batch) for batch in batches]
