@@ -1,9 +1,8 @@
 """Two kinds of points pull at one network: a physics-informed network for the Poisson equation, balanced by its rows.
 
 Points in a square, whose loss holds the network's Laplacian, and points on its boundary are two passes that end in one
-backward. Every 25 steps the boundary's weight moves to where the mean norms of their rows agree. (Wang, Teng and
-Perdikaris, 2021, SIAM J. Sci. Comput. 43, compare the norms of the terms' gradients.) Hooks on layers fail here, as
-the loss itself runs backward through them.
+backward. Every 25 steps the boundary's weight moves to where the mean norms of their rows agree. (Wang et al., 2021,
+SIAM J. Sci. Comput. 43, compare the terms' own.) Hooks on layers fail here, as the loss runs backward through them.
 """
 
 import argparse

@@ -407,8 +407,8 @@ def _traits(model: nn.Module) -> tuple[list[tuple[int, int, int]], str]:
     fused optimizers and `.data` do not count. Not of shards, as a digest needs all ranks.
     """
     state = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
-    counted = [x.detach() for name, x in state.items() if not is_shard(x) and not changes_itself(model, name)]
-    places = [(id(x), x.data_ptr(), x._version) for x in state.values() if not is_shard(x)]
-    numbers = [x for x in counted if x.is_floating_point() and x.numel()]
+    counted = [x for name, x in state.items() if not is_shard(x) and not changes_itself(model, name)]
+    places = [(id(x), x.data_ptr(), x._version) for x in counted]
+    numbers = [x.detach() for x in counted if x.is_floating_point() and x.numel()]
     total = sum((x.sum().double() for x in numbers), start=torch.zeros((), dtype=torch.float64))
     return places, f"{float(get_total_norm(numbers))} {float(total)}"  # as text, in which NaN is equal to itself
