@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 # the folders whose lines are not the user's
 LIBRARIES = tuple(f"{Path(file).parent}{os.sep}" for file in (__file__, torch.__file__))
-# those with modules and classes that are not the user's: of Python's own library and of installed packages as well
 MADE_BY_LIBRARIES = (  # the "files" of code that is made; not "<stdin>", nor a cell of IPython
     "<frozen ",
     "<attrs ",
     "<__array_function__ ",
     "<eval_with_key>",
 )
+# the folders of modules and classes that are not the user's: of Python's own library and of installed packages as well
 NOT_THE_USERS = (*LIBRARIES, *(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")))
 
 

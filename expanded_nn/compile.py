@@ -251,8 +251,9 @@ class Graphs:
             return self._run_eagerly(call)
         if not family.grads and (graph is not None or family.is_eager):
             self.last = LastCall(call.key, seen, family, current_thread())
+        recorders = met.recorders
         for one in family.graphs:
-            one.outcome.give_rows_to(met.recorders)
+            one.outcome.give_rows_to(recorders)
         return self.step(*args, **kwargs) if graph is None else self._run(family, graph, call)
 
     def _run(self, family: Family, graph: Graph, call: Call) -> Any:

@@ -150,9 +150,8 @@ def nudged(tensor: Tensor, generator: torch.Generator) -> Tensor:
 def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
     """`value` with `function` applied to each tensor in it, once if it is there twice; anything else is copied."""
     leaves = leaves_of(value, is_packed)
-    changed = {
-        id(x): function(x) for x in {id(x): x for x in leaves if isinstance(x, Tensor | PackedSequence)}.values()
-    }
+    by_id = {id(x): x for x in leaves if isinstance(x, Tensor | PackedSequence)}
+    changed = {key: function(x) for key, x in by_id.items()}
     return rebuilt(value, (changed[id(x)] if id(x) in changed else copy.deepcopy(x) for x in leaves), is_packed)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from expanded_nn.common.modes import without_autocast
-from expanded_nn.common.outside import LISTS
+from expanded_nn.common.outside import LISTS, NOTHING
 from expanded_nn.common.steady import OWN_STATE
 from expanded_nn.compiling.kinds import Call
 from expanded_nn.compiling.names import PLAIN, Referred
@@ -33,7 +33,6 @@ _TRACED = (
 )
 _TAKEN = "take it out before the step, and give it to the step"
 _COUNTED = "return a tensor and change it after the call, or change a tensor in place, n.add_(1)"
-_NOTHING = object()
 MOST_DEPTH = 8  # of objects within objects that a step makes anew
 
 
@@ -159,9 +158,9 @@ class _Before:
             for place, value in items.items():
                 if (key_of(container), place) in done or place in OWN_STATE or place == "grad_sample":
                     continue
-                old = items_before.get(place, _NOTHING)
+                old = items_before.get(place, NOTHING)
                 name = f"item {place}" if isinstance(container, LISTS) else str(place)
-                if old is _NOTHING:  # a new tensor may be a cache's
+                if old is NOTHING:  # a new tensor may be a cache's
                     if not isinstance(value, Tensor):
                         comparison.differ(f"{kind} to which the step adds something", _COUNTED)
                 else:

@@ -203,7 +203,8 @@ def of_models(
             if isinstance(members, dict):
                 seen.note_items(members)  # the names: where one is another, the values may be the same
                 add(tuple(members))
-        add(numbers.get(attributes.get("_recorder"), id(attributes.get("_recorder"))))
+        recorder_of_rows = attributes.get("_recorder")
+        add(numbers.get(recorder_of_rows, id(recorder_of_rows)))
         key += map(id, attributes["_modules"].values())
         key += [None if buffer is None else of_tensor(buffer, seen) for buffer in attributes["_buffers"].values()]
         for name in own_names:

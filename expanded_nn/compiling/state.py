@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from expanded_nn.common.batch import contents
-from expanded_nn.common.outside import CACHED, FILLED_ANEW, LISTS, put_back
+from expanded_nn.common.outside import CACHED, FILLED_ANEW, LISTS, NOTHING, put_back
 from expanded_nn.common.steady import OWN_STATE
 from expanded_nn.compiling.caches import results_of
 from expanded_nn.compiling.names import Referred, is_the_users
@@ -27,7 +27,6 @@ from expanded_nn.factored import FactoredTensor
 
 MOST = 100_000  # lists, dicts and objects that are looked into
 _OPAQUE = str, int, float, FakeTensor, FactoredTensor
-_NOTHING = object()
 _ARRAYS: Any = bytearray | array
 NUMBERS_OF_C: Any = ctypes.c_int.__mro__[-2]  # the class of all that is laid out as in C
 MOST_IN_LIST = 10_000  # the items of a longer list are not looked into
@@ -133,7 +132,7 @@ class State:
             items_before, is_list = items_in(before), isinstance(container, LISTS)
             for place, value in items_in(container).items():
                 is_appended = is_list and place not in items_before
-                if value is not items_before.get(place, _NOTHING) and not is_appended and is_of_trace(value):
+                if value is not items_before.get(place, NOTHING) and not is_appended and is_of_trace(value):
                     return f"item {place} of a list" if is_list else repr(place)
         return None
 
@@ -144,7 +143,7 @@ class State:
                 put_back(container, before)
                 continue
             now = dict(container.items())
-            changed = {key: value for key, value in before.items() if now.get(key, _NOTHING) is not value}
+            changed = {key: value for key, value in before.items() if now.get(key, NOTHING) is not value}
             new = now.keys() - before.keys()
             if new or changed:
                 container.put(new, changed)
@@ -231,8 +230,8 @@ class _InContext:
         self.variable = variable
 
     def items(self) -> Iterable[tuple[str, Any]]:
-        value = self.variable.get(_NOTHING)
-        return [] if value is _NOTHING else [(self.variable.name, value)]
+        value = self.variable.get(NOTHING)
+        return [] if value is NOTHING else [(self.variable.name, value)]
 
 
 def _is_constant(name: str, member: Any) -> bool:

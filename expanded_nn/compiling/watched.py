@@ -63,7 +63,7 @@ class Operations(TorchDispatchMode):
             value = func(*args, **kwargs)
             if hasattr(value, "node"):
                 self.values[value.node.expr] = text_of(line_of_user())
-            elif not _is_fake(args[0]):
+            elif _has_values(args[0]):
                 raise OnlyEager(_number_of_tensor())
             return value
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -76,7 +76,7 @@ class Operations(TorchDispatchMode):
             for tensor in args[0] if isinstance(args[0], list | tuple) else [args[0]]:
                 note_zeroed(tensor)
         # an operation on tensors with values alone, such as `weight.mul_(0.9)`, is computed in spite of the trace
-        real = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and not _is_fake(leaf)]
+        real = [leaf for leaf in tree_leaves((args, kwargs)) if _has_values(leaf)]
         if real and func._schema.is_mutable:
             with no_dispatch(), torch.no_grad():
                 self.changed += [(tensor, tensor._version, tensor.detach().clone()) for tensor in real]
