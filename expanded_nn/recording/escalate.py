@@ -157,7 +157,7 @@ class Escalation:
         try:
             result = module._in_pass(args, kwargs)
             if forward is not None:
-                forward.finish(result)
+                forward.finish(module, result)
             return result
         except Exception as error:
             if forward is not None:

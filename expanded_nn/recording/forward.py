@@ -141,13 +141,15 @@ class Forward:
                 "per_sample(batch_size=B).",
             )
 
-    def finish(self, result: Any) -> None:
-        """Looks at what the forward returns; notes its pass in the graph if the backward will run layers again.
+    def finish(self, module: nn.Module, result: Any) -> None:
+        """Looks at what a module returns; notes its pass in the graph if the backward will run layers again.
+
+        It is the module whose forward it is, or another one that is called within `one_pass`.
 
         Raises:
             PerSampleError: If the first argument has one row, and all else has as many as the result.
         """
-        if self.order is not None:
+        if self.order is not None and module is self.module:  # what a part of it returns is looked at further on
             self.order.copies.refuse_returned(result)
         if not self.batch_is_told and not is_traced():
             self._refuse_other_rows(result)

@@ -170,7 +170,7 @@ class Recorder:
         with forward:
             with nullcontext() if forward.order is None else forward.order:
                 result = function(*args, **kwargs)
-            forward.finish(result)
+            forward.finish(forward.module, result)
         return result
 
     def refuse_other_thread(self, module: nn.Module) -> None:

@@ -370,6 +370,24 @@ def test_one_row_of_positions_is_shared(samples: int) -> None:
     words_against_the_loop(lambda words: torch.arange(words.shape[1]).unsqueeze(0), samples, 3)
 
 
+def test_as_many_positions_as_samples_in_a_layer_called_within_one_pass() -> None:
+    """What a part of the model returns there is looked at further on, but not what the model itself returns."""
+    module = Words(lambda words: torch.arange(4).unsqueeze(0))
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    call = Call((torch.randint(10, (4, 4)),))
+
+    def in_parts(words: Tensor, take: Callable[[Tensor], Tensor] = lambda table: table) -> Tensor:
+        with enn.one_pass(model, len(words)):
+            return model.head(model.words(words) + take(model.places(model.positions(words))))
+
+    in_parts(*call.args).square().sum().backward()
+    expected = loop(module, call, 4, objective=lambda m, call, first: call.on(m).square().sum())
+    assert_close_rows(rows_of(model), expected)
+    for take in (lambda table: table[0], lambda table: table.mean(0)):
+        with pytest.raises(enn.PerSampleError, match=r"^places .*shared by all 4 samples"):
+            in_parts(*call.args, take)
+
+
 def test_positions_a_sample_are_not_shared() -> None:
     words_against_the_loop(lambda words: words.cumsum(1) % 7, 3, 6)
 
