@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from expanded_nn.core import cost
+from oracle import set_seed
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -28,7 +29,7 @@ def float64_and_seed(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(1)
     if device is not None:
         torch.set_default_device(device)
-    torch.manual_seed(0)
+    set_seed(0)
     yield
     torch.set_default_dtype(before)
     if device is not None:

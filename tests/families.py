@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from cases import Gate, Scale
-from oracle import Call
+from oracle import Call, set_seed
 
 WORDS = 9
 
@@ -30,7 +30,7 @@ class Family:
     words: bool = False
 
     def module(self, seed: int = 5) -> nn.Module:
-        torch.manual_seed(seed)
+        set_seed(seed)
         return self.build()
 
     def call(self, samples: int, seed: int = 1) -> Call:

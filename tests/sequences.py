@@ -53,6 +53,7 @@ from contract import (
     places,
     vanishes,
 )
+from oracle import set_seed
 
 WAITING = 4  # forwards that wait for a backward; older ones are dropped
 NEARLY_CANCELLED = 1e-7  # of gradients near 1 that cancel: their rounding error is seen in what is left
@@ -66,7 +67,7 @@ class Run:
     """A converted model, and what is due of it."""
 
     def __init__(self, model: type[nn.Module], settings: dict[str, Any]) -> None:
-        torch.manual_seed(5)
+        set_seed(5)
         self.kind, self.plain = model, model()
         settings = {"loss_reduction": "mean", "materialize": False, "accumulate_grad": True, **settings}
         self.model = enn.convert(self.plain).per_sample(**settings)

@@ -30,6 +30,7 @@ from oracle import (
     loop,
     rows_of,
     sample_losses,
+    set_seed,
     take_rows,
     total_loss,
 )
@@ -147,7 +148,7 @@ class Architecture:
 
     def build(self) -> nn.Module:
         """The model in float64, without dropout, in eval mode; no parameter is at a special value."""
-        torch.manual_seed(0)
+        set_seed(0)
         with torch.random.fork_rng():
             model = getattr(hf, self.model)(self.config())
         for setting, value in self.settings.items():

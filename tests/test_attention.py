@@ -29,6 +29,7 @@ from oracle import (
     loop,
     rows_of,
     sample_losses,
+    set_seed,
     total_loss,
 )
 
@@ -371,7 +372,7 @@ each_class = pytest.mark.parametrize("torch_class", CLASSES, ids=lambda torch_cl
 
 
 def made(torch_class: type[nn.Module], kind: Any) -> nn.Module:
-    torch.manual_seed(3)
+    set_seed(3)
     return kind(*copy.deepcopy(CLASSES[torch_class])).double()
 
 
@@ -592,7 +593,7 @@ def test_dropout_draws_as_torch_does(need_weights: bool) -> None:
     module = Attend(nn.MultiheadAttention(SIZE, HEADS, dropout=0.4, batch_first=True), need_weights=need_weights)
     model, call = enn.convert(module).per_sample(loss_reduction="sum"), two(BATCH)
     for one in (module, model):
-        torch.manual_seed(5)
+        set_seed(5)
         total_loss(one, call).backward()
     assert_close_rows(grads_of(model), grads_of(module))
     assert_close_rows({name: r.sum(0) for name, r in rows_of(model).items()}, grads_of(module))
@@ -610,7 +611,7 @@ def test_dropout_is_differentiable_twice() -> None:
     module = Attend(nn.MultiheadAttention(SIZE, HEADS, dropout=0.4, batch_first=True), need_weights=False)
     model, call = enn.convert(module).per_sample(loss_reduction="sum"), two(BATCH)
     for one in (module, model):
-        torch.manual_seed(5)
+        set_seed(5)
         gradient_penalty(one, call).backward()
     assert_close_rows(grads_of(model), grads_of(module))
 

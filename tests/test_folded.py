@@ -22,7 +22,7 @@ from expanded_nn.layers.general.owners import Owners
 from expanded_nn.layers.general.samples import NOBODY, Memo, Unknown
 from expanded_nn.layers.general.writes import Writes
 from expanded_nn.modules.registry import EXPANDED
-from oracle import Call, assert_close, assert_close_rows, gradient_penalty, loop, rows_of, total_loss
+from oracle import Call, assert_close, assert_close_rows, gradient_penalty, loop, rows_of, set_seed, total_loss
 
 B, T, D, E = 3, 5, 4, 3
 
@@ -361,9 +361,9 @@ def test_dropout_is_drawn_once_in_each_step() -> None:
     call.on(model)
     for _ in range(cost.TURNS_OF_A_SAMPLE + 1):
         with torch.random.fork_rng():
-            torch.manual_seed(7)
+            set_seed(7)
             expected, state = call.on(module).detach(), torch.get_rng_state()
-            torch.manual_seed(7)
+            set_seed(7)
             assert_close(call.on(model), expected)
             assert torch.equal(torch.get_rng_state(), state)
     assert runs_whole(model)
@@ -424,7 +424,7 @@ def test_experts_by_a_grouped_product() -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 1, "vocab_size": 30}
     with torch.random.fork_rng():
-        torch.manual_seed(0)
+        set_seed(0)
         config = transformers.MixtralConfig(**sizes, **experts, use_cache=False)
         module = transformers.MixtralForCausalLM(config).float().eval()
     module.set_experts_implementation("grouped_mm")
@@ -484,7 +484,7 @@ def test_models(name: str, sizes: dict[str, Any]) -> None:
     transformers = pytest.importorskip("transformers")
     seq2seq = name.startswith("Switch")
     with torch.random.fork_rng():
-        torch.manual_seed(0)
+        set_seed(0)
         config = getattr(transformers, f"{name}Config")(**sizes)
         module = getattr(transformers, f"{name}For{'ConditionalGeneration' if seq2seq else 'CausalLM'}")(config)
         module = module.double().eval()
@@ -873,7 +873,7 @@ def _written(rows: Tensor) -> Tensor:
 
 def samples_of(function: Callable[[Tensor], Any]) -> tuple[Any, Tensor, Tensor]:
     """What the graph says; what the derivatives say `(*shape, B)`; the result."""
-    torch.manual_seed(0)
+    set_seed(0)
     known, argument = Owners(B, nn.Module(), Memo()), values(B, 4, 6)
     x = known.begin(argument, [0])
     with Writes(known):

@@ -15,7 +15,7 @@ import expanded_nn as enn
 from expanded_nn.core import cost
 from expanded_nn.layers.general.alone import Alone, FoldedBatch
 from expanded_nn.modules.registry import EXPANDED
-from oracle import Call, assert_close, assert_close_rows, loop, rows_of, total_loss
+from oracle import Call, assert_close, assert_close_rows, loop, rows_of, set_seed, total_loss
 from test_folded import runs_whole, values
 
 B, N, T, D, IMAGE = 3, 2, 5, 4, 9  # each sample has N images in its T words
@@ -583,7 +583,7 @@ def qwen(hf: Any) -> tuple[nn.Module, dict[str, Tensor]]:
 @pytest.mark.parametrize("build", [llava, qwen])
 def test_models_of_images_and_texts(build: Any) -> None:
     hf = pytest.importorskip("transformers")
-    torch.manual_seed(0)
+    set_seed(0)
     module, inputs = build(hf)
 
     def objective(model: Any, call: Call, first: int = 0) -> Tensor:

@@ -26,6 +26,7 @@ from oracle import (
     loop,
     rows_of,
     sample_losses,
+    set_seed,
     total_loss,
 )
 
@@ -533,7 +534,7 @@ def no_renorm(case: Case) -> bool:
 
 def differing(case: Case) -> dict[str, Tensor]:
     """Each sample's own weights."""
-    torch.manual_seed(23)
+    set_seed(23)
     return {
         name: (p + 0.3 * torch.randn(BATCH, *p.shape)).detach().requires_grad_()
         for name, p in case.module().named_parameters()
@@ -782,7 +783,7 @@ def test_time_first_in_memory(
     def samples_first(module: nn.Module, call: Call, first: int = 0) -> Tensor:
         return objective(lambda x: module(x.transpose(0, 1)).transpose(0, 1), call, first)
 
-    torch.manual_seed(7)
+    set_seed(7)
     module, x = nn.Sequential(nn.PReLU(), build()), torch.randn(BATCH, 3, *shape)
     x = x.transpose(0, 1).contiguous().transpose(0, 1) if lies_so else x
     model = enn.convert(module).per_sample(batch_first=False, loss_reduction="sum")

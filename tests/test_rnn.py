@@ -25,6 +25,7 @@ from oracle import (
     loop,
     rows_of,
     sample_losses,
+    set_seed,
     skip_without_bfloat16,
     total_loss,
 )
@@ -196,7 +197,7 @@ def test_one_output_alone_in_the_loss(kind: str, part: str) -> None:
     class Part(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            torch.manual_seed(3)
+            set_seed(3)
             self.rnn = layer(FEATURES, HIDDEN, bidirectional=True, batch_first=True, **arguments)
 
         def forward(self, x: Tensor) -> Tensor:
@@ -215,7 +216,7 @@ def test_an_initial_state_computed_from_the_input() -> None:
     class FromInput(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            torch.manual_seed(3)
+            set_seed(3)
             self.first = nn.Linear(FEATURES, HIDDEN)
             self.rnn = nn.GRU(FEATURES, HIDDEN, batch_first=True)
 
@@ -267,7 +268,7 @@ def test_an_in_place_operation_on_the_outputs(kind: str) -> None:
     class InPlace(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            torch.manual_seed(3)
+            set_seed(3)
             self.rnn = layer(FEATURES, HIDDEN, **arguments)
 
         def forward(self, x: Tensor) -> Tensor:
@@ -306,7 +307,7 @@ def test_dropout_between_layers_draws_as_torch_does(kind: str, lengths: tuple[in
     call, model, module = case.inputs(BATCH), expanded(case), case.module()
     outputs = []
     for each in (model, module):
-        torch.manual_seed(5)
+        set_seed(5)
         outputs.append(call.on(each))
         (sample_losses(outputs[-1]).sum() / BATCH).backward()
     assert_close(*outputs)
@@ -355,7 +356,7 @@ def test_one_sequence_shared_by_all_samples() -> None:
     class Shared(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            torch.manual_seed(3)
+            set_seed(3)
             self.rnn, self.x = nn.GRU(FEATURES, HIDDEN, batch_first=True), torch.randn(1, STEPS, FEATURES)
 
         def forward(self, scale: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import expanded_nn as enn
 from cases import ClassToken, Gate, Gathered, Holder, OneBag, Position, Scale
-from oracle import Call
+from oracle import Call, set_seed
 
 WORDS = 7
 PROBE = 13  # samples on their way through a draft: no other size is as large
@@ -136,7 +136,7 @@ class Plan:
         """The torch.nn module, with no parameter or statistic left at a value as special as 0 or 1."""
         space = dict(names)
         exec(self.classes, space)
-        torch.manual_seed(7)
+        set_seed(7)
         module: nn.Module = space["Model"]().train(self.training)
         with torch.no_grad():
             for parameter in module.parameters():
@@ -147,7 +147,7 @@ class Plan:
         return module.to(self.dtype)
 
     def call(self, batch: int, seed: int = 11) -> Call:
-        torch.manual_seed(seed)
+        set_seed(seed)
         args = Call(tuple(each.make(batch) for each in self.inputs))
         return args.map(lambda t: t.to(self.dtype) if t.is_floating_point() else t)
 

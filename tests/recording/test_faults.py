@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 import expanded_nn as enn
 from cases import Scale
 from families import FAMILIES, Family, every_family, families
-from oracle import Call, assert_close, assert_close_rows, grads_of, loop, rows_of, sample_losses, total_loss
+from oracle import Call, assert_close, assert_close_rows, grads_of, loop, rows_of, sample_losses, set_seed, total_loss
 
 SAMPLES = 3
 
@@ -28,7 +28,7 @@ def on(module: nn.Module, **settings: Any) -> nn.Module:
 
 
 def net() -> nn.Module:
-    torch.manual_seed(5)
+    set_seed(5)
     return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.LayerNorm(5), nn.Linear(5, 2))
 
 
@@ -187,7 +187,7 @@ def test_fault_inside_the_general_rule() -> None:
                 raise KeyboardInterrupt("fault")
             return x
 
-    torch.manual_seed(5)
+    set_seed(5)
     module = nn.Sequential(nn.Linear(4, 4), Inner())
     model = on(module)
     parameters = dict(model.named_parameters())
@@ -231,7 +231,7 @@ class Recomputed(nn.Module):
 @pytest.mark.parametrize("built_before", [False, True], ids=["next_forward", "graph_built_before"])
 def test_fault_in_the_recomputation_of_a_checkpoint(where: str, use_reentrant: bool, built_before: bool) -> None:
     """The next backward may be that of a graph which was there before the fault."""
-    torch.manual_seed(5)
+    set_seed(5)
     module = Recomputed(False)
     model = on(module)
     model.use_reentrant = use_reentrant

@@ -26,7 +26,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 import expanded_nn as enn
-from oracle import Call, assert_close, assert_close_rows, grads_of, loop, rows_of, sample_losses, total_loss
+from oracle import Call, assert_close, assert_close_rows, grads_of, loop, rows_of, sample_losses, set_seed, total_loss
 
 B, D = 3, 4
 IS_OLD = torch.__version__ < (2, 13)
@@ -95,7 +95,7 @@ class Parts(nn.Module):
 
 
 def parts() -> Parts:
-    torch.manual_seed(3)
+    set_seed(3)
     return Parts()
 
 
@@ -1755,7 +1755,7 @@ class Residual(nn.Module):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_result_that_is_rounding_noise_is_no_mixing(seed: int) -> None:
-    torch.manual_seed(seed)
+    set_seed(seed)
     model = on(Residual().float())
     model(torch.randn(7, 300).float()).sum().backward()
 
@@ -3419,9 +3419,9 @@ STAYING: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("move", STAYING.values(), ids=STAYING)
 def test_samples_that_stay_in_their_places_between_two_calls(move: Callable[[Tensor], Tensor]) -> None:
     module = Moved(*MOVES["index"])
-    torch.manual_seed(0)
+    set_seed(0)
     objective_of(moved_between(move))(model := on(module), Call((values(),))).backward()
-    torch.manual_seed(0)
+    set_seed(0)
     objective_of(moved_between(move))(module, Call((values(),))).backward()
     assert len(model.second.weight.grad_sample) == B
     assert_close(model.first.weight.grad_sample.sum(0), module.first.weight.grad)
@@ -3832,7 +3832,7 @@ def test_samples_that_change_places_before_the_first_layer_with_rows(name: str) 
     model = on(Sorted(before), compare=False, escalate=False)
     batches = []
     for seed in range(4):  # some batches are in order
-        torch.manual_seed(seed)
+        set_seed(seed)
         batches.append(make())
     with pytest.raises(enn.PerSampleError, match=r"samples have taken each other's places \(__getitem__"):
         [model(batch) for batch in batches]
