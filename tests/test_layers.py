@@ -49,6 +49,19 @@ with_parameters = where(Case.has_parameters)
 with_float_input = where(Case.has_float_input)
 
 
+def firsts() -> list[Case]:
+    """The first case of each class: enough for what hardly depends on a layer's arguments."""
+    by_class: dict[type[nn.Module], Case] = {}
+    for case in CASES:
+        if case.has_parameters():
+            by_class.setdefault(case.torch_class, case)
+    return list(by_class.values())
+
+
+FIRSTS = firsts()
+each_class = where(lambda case: case in FIRSTS)
+
+
 def expanded(case: Case, **arguments: Any) -> nn.Module:
     return enn.convert(case.module()).per_sample(**{"batch_first": True, **arguments})
 
@@ -114,8 +127,7 @@ def test_off_is_the_very_torch_code(case: Case) -> None:
 
 
 @with_parameters
-@pytest.mark.parametrize("samples", [BATCH, 1])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize(("reduction", "samples"), [("mean", BATCH), ("sum", BATCH), ("mean", 1)])
 def test_rows_equal_the_loop(case: Case, reduction: str, samples: int) -> None:
     call = case.inputs(samples)
     rows = rows_after(expanded(case, loss_reduction=reduction), call, samples, reduction)
@@ -125,17 +137,16 @@ def test_rows_equal_the_loop(case: Case, reduction: str, samples: int) -> None:
 
 
 @with_parameters
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_rows_add_up_to_the_gradient(case: Case, reduction: str) -> None:
+def test_rows_add_up_to_the_gradient(case: Case) -> None:
     call = case.inputs(BATCH).requires_grad()
-    model, torch_module = expanded(case, loss_reduction=reduction), case.module()
-    rows = rows_after(model, call, BATCH, reduction)
-    total = {name: getattr(r, reduction)(0) for name, r in rows.items()}
+    model, torch_module = expanded(case), case.module()
+    rows = rows_after(model, call, BATCH, "mean")
+    total = {name: r.mean(0) for name, r in rows.items()}
     assert_close_rows(grads_of(model), total)
     assert all(type(p.grad) is Tensor for p in model.parameters())
     if case.sum_of_rows:
         loss = total_loss(torch_module, case.inputs(BATCH).requires_grad())
-        (loss / BATCH if reduction == "mean" else loss).backward()
+        (loss / BATCH).backward()
         assert_close_rows(grads_of(model), {name: dense(g) for name, g in grads_of(torch_module).items()})
 
 
@@ -169,7 +180,7 @@ def test_another_device_for_new_tensors(case: Case) -> None:
     assert norms.device.type == "cpu"
 
 
-@with_parameters
+@each_class
 def test_materialize(case: Case) -> None:
     call = case.inputs(BATCH)
     rows = rows_after(expanded(case, loss_reduction="sum", materialize=True), call, BATCH)
@@ -177,7 +188,7 @@ def test_materialize(case: Case) -> None:
     assert_close_rows(rows, loop(case.oracle(), call, BATCH, take=case.take))
 
 
-@with_parameters
+@each_class
 def test_torch_autograd_grad(case: Case) -> None:
     """Gradients asked for by name are the plain ones."""
     call = case.inputs(BATCH).requires_grad()
@@ -190,7 +201,7 @@ def test_torch_autograd_grad(case: Case) -> None:
     )
 
 
-@with_parameters
+@each_class
 @pytest.mark.parametrize("name", ["weight", "bias"])
 def test_frozen_parameter_has_no_rows(case: Case, name: str) -> None:
     call = case.inputs(BATCH)
@@ -239,8 +250,15 @@ def test_second_derivative_by_the_input(case: Case) -> None:
         assert_close(actual[i], torch.cat(expected))
 
 
-@with_parameters
-@pytest.mark.parametrize("materialize", [False, True])
+@pytest.mark.parametrize(
+    ("case", "materialize"),
+    [
+        pytest.param(case, materialize, id=f"{case.name}{'-materialized' * materialize}")
+        for case in CASES
+        if case.has_parameters()
+        for materialize in {False, case in FIRSTS}
+    ],
+)
 def test_derivative_of_grad_sample(case: Case, materialize: bool) -> None:
     """The sum of the squared norms of the rows, differentiated by the parameters and the inputs."""
     call = case.inputs(BATCH)
@@ -353,7 +371,7 @@ def test_empty_batch(case: Case) -> None:
         assert torch.equal(dense(p.grad), torch.zeros_like(p))
 
 
-@with_parameters
+@each_class
 def test_two_calls_in_one_pass_add(case: Case) -> None:
     first, second = case.inputs(BATCH), case.call(BATCH)
     model = expanded(case, loss_reduction="sum")
@@ -362,7 +380,7 @@ def test_two_calls_in_one_pass_add(case: Case) -> None:
     assert_close_rows(rows_of(model), {name: one[name] + other[name] for name in one})
 
 
-@with_parameters
+@each_class
 def test_two_backwards_append(case: Case) -> None:
     first, second = case.inputs(BATCH), case.call(BATCH)
     model = expanded(case, loss_reduction="sum")
@@ -373,7 +391,7 @@ def test_two_backwards_append(case: Case) -> None:
     assert_close_rows(grads_of(model), {name: (one[name] + other[name]).sum(0) for name in one})
 
 
-@with_parameters
+@each_class
 def test_zero_grad_resets(case: Case) -> None:
     first, second = case.inputs(BATCH), case.call(BATCH)
     model = expanded(case, loss_reduction="sum")
@@ -385,7 +403,7 @@ def test_zero_grad_resets(case: Case) -> None:
     assert_close_rows(grads_of(model), {name: r.sum(0) for name, r in rows.items()})
 
 
-@with_parameters
+@each_class
 def test_accumulate_grad_false_replaces(case: Case) -> None:
     first, second = case.inputs(BATCH), case.call(BATCH)
     model = expanded(case, loss_reduction="sum", accumulate_grad=False)
@@ -425,14 +443,14 @@ class Feed(nn.Module):
         return self.layer(self.feed(x))
 
 
-one_tensor = where(
-    lambda case: (
-        case.has_parameters() and len(case.inputs(1).args) == 1 and not case.inputs(1).kwargs and case not in GENERAL
-    )
-)
+def takes_one_tensor(case: Case) -> bool:
+    return len(case.inputs(1).args) == 1 and not case.inputs(1).kwargs and case not in GENERAL
 
 
-@one_tensor
+one_tensor = where(lambda case: case.has_parameters() and takes_one_tensor(case))
+
+
+@where(lambda case: case in FIRSTS and takes_one_tensor(case))
 @pytest.mark.parametrize(
     "feed",
     [
