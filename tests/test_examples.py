@@ -54,22 +54,35 @@ def loaded(name: str) -> ModuleType:
     return module
 
 
-def draws(name: str, arguments: list[str], tmp_path: Path) -> None:
-    picture = tmp_path / "pictures" / "picture.png"
-    printed = run(name, [*arguments, "--seed", "1", "--out", str(picture)])
+def assert_drawn(printed: str, picture: Path) -> None:
     assert str(picture) in printed.replace("\n", "")
     assert picture.stat().st_size > 10_000
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_example(name: str, tmp_path: Path) -> None:
-    draws(name, QUICK[name], tmp_path)
+def test_example(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In this process, as most of the time of another one would be its imports."""
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
+    picture = tmp_path / "pictures" / "picture.png"
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *QUICK[name], "--seed", "1", "--out", str(picture)])
+    torch.set_default_dtype(torch.float32)
+    loaded(name).main()
+    assert_drawn(capsys.readouterr().out, picture)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*QUICK, *SLOW])
 def test_example_at_full_size(name: str, tmp_path: Path) -> None:
-    draws(name, [], tmp_path)
+    picture = tmp_path / "pictures" / "picture.png"
+    assert_drawn(run(name, ["--seed", "1", "--out", str(picture)]), picture)
+
+
+def test_an_example_in_a_process_of_its_own(tmp_path: Path) -> None:
+    picture = tmp_path / "picture.png"
+    assert_drawn(run("quickstart", [*QUICK["quickstart"], "--out", str(picture)]), picture)
 
 
 def test_every_example_is_run() -> None:

@@ -288,6 +288,8 @@ def _copied(value: Any) -> Any:
     """Copies containers and the tensors in them; anything else is taken as it is."""
     if isinstance(value, Tensor):
         return value if is_parameter(value) or value.requires_grad else value.clone()
+    if type(value) in (dict, OrderedDict) and not getattr(value, "__dict__", None):  # a module has a dozen empty ones
+        return type(value)((key, _copied(item)) for key, item in value.items())
     if isinstance(value, MutableMapping):
         mapping = copy.copy(value)
         for key, item in value.items():
