@@ -156,9 +156,18 @@ def test_rows_that_the_step_itself_sets(step: Callable[..., Any], between: str) 
     compared(step, [between] * 5, [4, 4, 4, 5, 4])
 
 
-@pytest.mark.parametrize("step", [classified, model_cleared_first, optimizer_cleared_first, backward])
+@pytest.mark.parametrize(
+    "step",
+    [
+        *(classified, backward),
+        *(pytest.param(step, marks=pytest.mark.slow) for step in (model_cleared_first, optimizer_cleared_first)),
+    ],
+)
 @pytest.mark.parametrize("accumulate_grad", [True, False])
-@pytest.mark.parametrize("clearing", ["model.zero_grad(False)", "optimizer.zero_grad(False)", "new zeros"])
+@pytest.mark.parametrize(
+    "clearing",
+    ["model.zero_grad(False)", pytest.param("optimizer.zero_grad(False)", marks=pytest.mark.slow), "new zeros"],
+)
 def test_zeros_left_in_grad_are_a_graph(step: Callable[..., Any], accumulate_grad: bool, clearing: str) -> None:
     compiled, texts = compared(step, [clearing] * 6, [4, 4, 4, 5, 6, 5], accumulate_grad=accumulate_grad)
     assert not texts

@@ -131,8 +131,18 @@ def repeats(compiled: Any, *args: Any, **kwargs: Any) -> bool:
     return call.key == last.arguments and call.shapes in last.family.by_shapes and bool(last.seen.holds())
 
 
-@pytest.mark.parametrize("clears", [False, True], ids=["cleared_before", "clears"])
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    ("change", "clears"),
+    [
+        pytest.param(
+            *(change, clears),
+            id=f"{change}-{'clears' if clears else 'cleared_before'}",
+            marks=[pytest.mark.slow] * (clears == number % 2),  # one of the two each time
+        )
+        for number, change in enumerate(CHANGES)
+        for clears in (False, True)
+    ],
+)
 def test_a_change_is_seen(change: str, clears: bool) -> None:
     step, batch = Step(clears=clears), samples(4)[0]
     if change == "other hook":

@@ -579,7 +579,7 @@ class TestComputedOnce:
 
 
 @pytest.mark.parametrize(("make", "args"), WHOLE.values(), ids=WHOLE)
-@pytest.mark.parametrize("samples", [1, 2, 4, 5])
+@pytest.mark.parametrize("samples", [1, 4, *(pytest.param(samples, marks=pytest.mark.slow) for samples in (2, 5))])
 def test_other_numbers_of_samples(make: Callable[[], nn.Module], args: Any, samples: int) -> None:
     """One sample; as many as there are features or positions; after another number of them."""
     module, (x,) = make(), args
