@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import itemgetter
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +55,7 @@ def clip_grad_sample_norms_(
             the norms `(B,)` that gives the number by which each row is multiplied, `(B,)`:
             `lambda norms: 1 / (norms + 0.01)` is automatic clipping (Bu et al., 2022). Or a mapping to any of these
             from names of parameters or modules: the parameters of a module are clipped together, except those with a
-            nearer name; `""` is the model.
+            nearer name; `""` is the model. A tied weight goes by the nearest of all its names.
         reduction: `"sum"`, or `"mean"` to divide by the number of rows.
 
     Returns:
@@ -100,7 +101,7 @@ def _clip(model: nn.Module, max_norm: MaxNorm | Mapping[str, MaxNorm], reduction
     held = _rows_to_clip(model, parameters, recorders, adds=adds)
     count, together = batch_size_of(held), not isinstance(max_norm, Mapping)
     limits = max_norm if isinstance(max_norm, Mapping) else {"": max_norm}
-    groups = dict.fromkeys(held, "") if together else _grouped(held, limits)
+    groups = dict.fromkeys(held, "") if together else _grouped(_names_of(model, parameters, held), limits)
     shards = [parameters[name] for name in held if is_shard(parameters[name])]
     # sums of shards add up over the ranks: each rank makes the same sums in the same order, whatever its samples
     parts = [Part(shapes, snapshot(rows)) for shapes, rows in side_by_side(held, join=together and not shards)]
@@ -250,15 +251,26 @@ def _norms(parts: list[Part], groups: Mapping[str, str], limits: Iterable[str]) 
     return norms
 
 
-def _grouped(names: Iterable[str], limits: Mapping[str, MaxNorm]) -> dict[str, str]:
-    """Parameter name -> the nearest name with a limit: its own, or that of a module around it."""
+def _names_of(model: nn.Module, parameters: Mapping[str, Tensor], held: Iterable[str]) -> dict[str, list[str]]:
+    """Parameter name -> all its names: a tied one has several."""
+    by_id: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        by_id.setdefault(id(parameter), []).append(name)
+    return {name: by_id.get(id(parameters[name]), [name]) for name in held}
+
+
+def _grouped(names: Mapping[str, Sequence[str]], limits: Mapping[str, MaxNorm]) -> dict[str, str]:
+    """Parameter name -> the nearest name with a limit: one of its own, or that of a module around it."""
     groups = {}
-    for name in names:
-        parts = name.split(".")
-        prefixes = (".".join(parts[:depth]) for depth in range(len(parts), -1, -1))
-        key = next((prefix for prefix in prefixes if prefix in limits), None)
-        if key is not None:
-            groups[name] = key
+    for name, own_names in names.items():
+        prefixes = (
+            (above, ".".join(own_name.split(".")[: own_name.count(".") + 1 - above]))
+            for own_name in own_names
+            for above in range(own_name.count(".") + 2)
+        )
+        with_limit = [(above, prefix) for above, prefix in prefixes if prefix in limits]
+        if with_limit:
+            groups[name] = min(with_limit, key=itemgetter(0))[1]
     lacking, idle = [name for name in names if name not in groups], sorted(set(limits) - set(groups.values()) - {""})
     if lacking or idle:
         problem = f"the entries of max_norm for {first_few(idle)} belong to no parameter that has per-sample gradients"

@@ -49,6 +49,7 @@ from expanded_nn.rows.arguments import (
     refuse_strange_factors,
     refuse_strange_mask,
 )
+from expanded_nn.rows.cell import version_of
 from expanded_nn.rows.factors import average, widened
 
 
@@ -104,6 +105,8 @@ class PerSampleGrads(Mapping[str, Tensor]):
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._rows)
+
+    __eq__, __hash__ = object.__eq__, object.__hash__  # a mapping's would ask whether tensors are true
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -173,7 +176,10 @@ class PerSampleGrads(Mapping[str, Tensor]):
         refuse_emptiness("PerSampleGrads.sum", self._rows)
         if weights is not None:
             refuse_other_weights(weights, self.batch_size)
-        return self._by_parameter(lambda rows: rows.weighted_sum(weights))
+            if weights.is_complex():
+                real, imaginary = self.sum(weights.real), self.sum(weights.imag)
+                return {name: total + 1j * imaginary[name] for name, total in real.items()}
+        return self._by_parameter(lambda rows: widened(rows).weighted_sum(weights).to(rows.dtype))
 
     def mean(self) -> dict[str, Tensor]:
         """The mean row of each parameter, `(*shape)`."""
@@ -258,7 +264,8 @@ class PerSampleGrads(Mapping[str, Tensor]):
     def _held(self, name: str) -> FactoredTensor:
         """The rows of a parameter as they were in the beginning: factored, even if they were made dense since."""
         rows = self._rows[name]
-        return rows if rows._version or not rows.is_dense else rows._like(self._blocks[name], rows.shape)
+        is_as_it_was = not version_of(rows) and rows.is_dense
+        return rows._like(self._blocks[name], rows.shape) if is_as_it_was else rows
 
     def kronecker(
         self, total: Mapping[str, KroneckerFactors] | None = None, *, mask: Tensor | None = None
@@ -317,6 +324,8 @@ class PerSampleGrads(Mapping[str, Tensor]):
         before = dict(total or {})
         for name in weights.keys() & before.keys():
             refuse_other_sizes("kronecker", name, weights[name], before[name])
+        for rows in weights.values():
+            rows.check()  # all of them, before anything is added
         return before | {name: rows.kronecker_factors(before.get(name), mask) for name, rows in weights.items()}
 
     def ekfac(self, factors: Mapping[str, KroneckerFactors | EigenFactors]) -> dict[str, EigenFactors]:
@@ -377,7 +386,7 @@ class PerSampleGrads(Mapping[str, Tensor]):
         return PerSampleGrads(rows)
 
     def matvec(self, vectors: Mapping[str, Tensor]) -> Tensor:
-        """The inner product of each row with one vector, `G @ v`, `(B,)`.
+        """The inner product of each row with one vector, `G @ v`, `(B,)`, in float32 or a wider dtype.
 
         Args:
             vectors: Parameter name -> `(*shape)`, one entry for each parameter.
@@ -488,7 +497,7 @@ def _matvec(rows: FactoredTensor, vector: Tensor) -> Tensor:
     if rows.is_complex():
         rows, vector = as_real(rows), torch.view_as_real(vector.to(rows.dtype).resolve_conj())
     wide = widened(rows)
-    return wide.matvec(vector.to(wide.dtype)).to(rows.dtype)
+    return wide.matvec(vector.to(wide.dtype))
 
 
 def _variance(rows: FactoredTensor, correction: float) -> Tensor:

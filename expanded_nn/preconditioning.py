@@ -37,8 +37,8 @@ def _inverses(name: str, factors: KroneckerFactors, damping: float) -> list[Tens
     totals = factors.G, factors.A
     if is_traced() or isinstance(count, Tensor) or totals[0].is_inference():
         return [_inverse(name, total, count, damping) for total in totals]
-    # the caller may change them in place, as by a sum over processes
-    key = float(damping), count, *(total._version for total in totals)
+    # the caller may change them in place, as by a mean over processes, which no version tells
+    key = float(damping), count, *(total._version for total in totals), *(total.sum().item() for total in totals)
     kept = _KEPT.get(factors)
     if kept is None or kept[0] != key:
         kept = _KEPT[factors] = key, [_inverse(name, total, count, damping) for total in totals]

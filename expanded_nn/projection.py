@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil, isqrt, prod, sqrt
+from typing import SupportsIndex
 
 import torch
 from torch import Tensor
@@ -68,11 +69,11 @@ class Projection:
         refuse_no_count("Projection", "dim", dim, 1)
         if kind not in KINDS:
             raise ValueError(f"Projection: kind is {kind!r}; wanted one of {', '.join(map(repr, KINDS))}.")
-        if not isinstance(seed, int) or isinstance(seed, bool):
+        if not isinstance(seed, SupportsIndex) or isinstance(seed, bool | Tensor):
             raise ValueError(f"Projection: seed is {seed!r}; wanted a whole number.")
         self.dim = int(dim)
         self.kind = kind
-        self.seed = seed
+        self.seed = int(seed)
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._maps: dict[tuple[str, torch.device], Sketch | TwoSided | _Gaussian] = {}
         self._small: dict[tuple[tuple[str, ...], torch.device], Small] = {}  # of their names

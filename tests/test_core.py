@@ -298,8 +298,16 @@ OF_BLOCKS: dict[str, tuple[Callable[[list[Block]], Tensor], Callable[[Tensor], T
     "weighted_sum plain": (lambda b: algebra.weighted_sum(b, KIND), lambda rows: rows.sum(0)),
     "weighted_sum none": (lambda b: algebra.weighted_sum(b[2:3], KIND), lambda rows: torch.zeros(4, 6)),
     "matvec": (lambda b: algebra.matvec(b, KIND, torch.ones(4, 6)), lambda rows: rows.sum((1, 2))),
+    "joined": (lambda b: algebra.dense(algebra.joined(doubled(b)), KIND), lambda rows: torch.cat([rows, 2 * rows])),
     "gram": (lambda b: algebra.gram(b, b[::-1], KIND), lambda r: r.flatten(1) @ r[reversed_blocks()].flatten(1).t()),
 }
+
+
+def doubled(blocks: list[Block]) -> list[Block]:
+    """Each block, and behind it what it is joined with; in the end the rows, and then twice the rows."""
+    twice = [(size, tuple(term.scaled(2.0) for term in terms)) for size, terms in blocks]
+    assert [len(algebra.joined(pair)) for pair in zip(blocks, twice, strict=True)] == [1] * len(blocks)
+    return [*blocks, *twice]
 
 
 def reversed_blocks() -> list[int]:

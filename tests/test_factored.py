@@ -84,6 +84,7 @@ FACTORED: dict[str, Callable[[Any], Any]] = {  # done on the factors
     "negate": lambda g: -g,
     "times number": lambda g: g * 3,
     "number times": lambda g: 3.0 * g,
+    "sum of a list": lambda g: sum([g, g]),
     "times rows": lambda g: g * by_row[:, None, None],
     "times scalar tensor": lambda g: g * torch.tensor(3.0),
     "divide": lambda g: g / 4,
@@ -93,6 +94,8 @@ FACTORED: dict[str, Callable[[Any], Any]] = {  # done on the factors
     "reshape": lambda g: g.reshape(len(g), -1),
     "flatten": lambda g: g.flatten(1),
     "slice": lambda g: g[1:3],
+    "split": lambda g: g.split(3)[1],
+    "chunk": lambda g: g.chunk(2)[0],
     "index": lambda g: g[torch.tensor([2, 0, 2])],
     "mask": lambda g: g[torch.tensor([True, False, True, True])],
     "index_select": lambda g: g.index_select(0, torch.tensor([3, 1])),
@@ -116,6 +119,9 @@ REDUCED: dict[str, Callable[[Any], Any]] = {  # from the factors, a plain tensor
 DENSE: dict[str, Callable[[Any], Any]] = {  # makes the rows dense, and is right
     "stack": lambda g: torch.stack([g, g]),
     "row": lambda g: g[1],
+    "every other row": lambda g: g[::2].flatten(),
+    "every other row, contiguous": lambda g: g[1::2].contiguous().view(-1),
+    "split columns": lambda g: g.split(2, 1)[1],
     "column": lambda g: g[:, 1],
     "transpose": lambda g: g.transpose(1, 2),
     "permute": lambda g: g.permute(2, 0, 1),
@@ -365,8 +371,7 @@ def test_rows_in_another_dtype_stay_in_range() -> None:
     """Factors may be out of range where the rows are not."""
     g, a = torch.full((2, 1, 4), 1e-6, dtype=torch.float32), torch.full((2, 1, 5), 1e6, dtype=torch.float32)
     rows = FactoredTensor.of(Outer.of(g, a, torch.float32))
-    torch.testing.assert_close(rows.bfloat16().to_dense().float(), torch.ones(2, 4, 5, dtype=torch.float32))
-    assert not rows.is_dense
+    torch.testing.assert_close(rows.bfloat16().float(), torch.ones(2, 4, 5, dtype=torch.float32))
     torch.testing.assert_close(rows.half(), torch.ones(2, 4, 5, dtype=torch.float16))
 
 
@@ -512,9 +517,60 @@ def test_a_product_with_a_vector_does_not_vanish_before_its_coefficient() -> Non
 
 
 def test_a_sum_of_half_precision_rows_has_its_coefficient_before_it_is_rounded() -> None:
-    rows = FactoredTensor.of(Dense.of(torch.full((256, 3), 500.0).half())) / 256
+    rows = FactoredTensor.of(Dense.of(torch.full((256, 3), 500.0).half()).scaled(1 / 256))
     torch.testing.assert_close(rows.sum(0), torch.full((3,), 500.0).half())
     torch.testing.assert_close(rows.weighted_sum(torch.full((256,), 0.5)), torch.full((3,), 250.0).half())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(lambda rows: rows * torch.full((B, 1, 1), 1e-3).half(), lambda rows: rows * torch.tensor(1e-3)),
+        *(lambda rows: rows / torch.tensor(1000.0), lambda rows: rows * 1e-3, lambda rows: rows / 1000),
+        lambda rows: torch.add(torch.zeros_like(rows), rows, alpha=1e-3),
+    ],
+)
+def test_rows_of_float16_do_not_vanish_by_a_factor(change: Callable[[Tensor], Tensor]) -> None:
+    g, a = torch.full((B, 2, 8), 2e-6).half(), torch.full((B, 2, 5), 400.0).half()
+    rows = FactoredTensor.of(Outer.of(g, a, torch.float16))
+    expected = 1e-3 * FactoredTensor.of(Outer.of(g, a, torch.float16)).dense().double()
+    torch.testing.assert_close(plain(change(rows)).double(), expected, rtol=5e-2, atol=0)
+
+
+def test_rows_in_bfloat16_whose_positions_cancel() -> None:
+    """Rounded factors would make other rows."""
+    a = torch.randn(B, 50, 1, 5).expand(B, 50, 2, 5) + 1e-2 * torch.randn(B, 50, 2, 5)
+    g = torch.tensor([1.0, -1.0]).repeat(50)[None, :, None] * torch.ones(B, 100, 3)
+    rows = FactoredTensor.of(Outer.of(g.float(), a.flatten(1, 2).float(), torch.float32))
+    narrow = rows.to(torch.bfloat16)
+    assert torch.equal(plain(narrow), rows.dense().bfloat16())
+
+
+@pytest.mark.parametrize("kind", ["outer_2", "one_hot", "patches"])
+@pytest.mark.parametrize(
+    "index",
+    [
+        *(slice(1, 3), slice(2, 10), slice(5, 7), slice(None)),
+        *([5, 1], [2, 2, 9, 8, 11], [0, 4, 8], []),
+        *([i % 3 == 1 for i in range(3 * B)], [i == 5 for i in range(3 * B)]),
+    ],
+    ids=str,
+)
+def test_some_rows_of_several_passes(kind: str, index: Any) -> None:
+    """They stay factored, but for none, and where the passes would be gone through to and fro."""
+    parts = [make(kind) for _ in range(3)]
+    rows, twin = torch.cat([part for part, _ in parts]), torch.cat([part for _, part in parts])
+    index = torch.tensor(index, dtype=None if index else torch.int64) if isinstance(index, list) else index
+    chosen = rows[index]
+    assert not len(chosen) or not rows.is_dense
+    same(chosen, twin[index])
+
+
+def test_rows_of_passes_to_and_fro() -> None:
+    parts = [make("outer_2") for _ in range(2)]
+    rows, twin = torch.cat([part for part, _ in parts]), torch.cat([part for _, part in parts])
+    order = torch.tensor([0, 4, 1, 5])
+    same(rows[order], twin[order])
 
 
 @pytest.mark.parametrize("kind", ["outer_2", "one_hot", "patches", "dense"])

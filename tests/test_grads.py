@@ -1119,3 +1119,114 @@ def test_a_bound_that_asks_for_gradients() -> None:
         model(torch.randn(4, 3)).sum(1).mean().backward()
         enn.clip_grad_sample_norms_(model, bound)
         assert not model.weight.grad.requires_grad
+
+
+def test_a_tied_weight_belongs_to_the_nearest_limit_of_all_its_names() -> None:
+    model = enn.convert(TiedText()).per_sample()
+    backward(model, torch.randint(VOCABULARY, (4, LENGTH)))
+    named = list(model.named_parameters(remove_duplicate=False))
+    names = {id(p): [name for name, other in named if other is p] for _, p in named}
+    (first, second) = next(own for own in names.values() if len(own) > 1)
+    module = second.rpartition(".")[0]
+    expected = enn.per_sample_grads(model).norms(per_parameter=True)
+    of_module = [own[0] for own in names.values() if any(name.startswith(f"{module}.") for name in own)]
+    norms = enn.clip_grad_sample_norms_(model, {module: 1.0, "": 2.0})
+    assert first in of_module
+    torch.testing.assert_close(norms[module], torch.stack([expected[name] for name in of_module]).norm(dim=0))
+
+
+def test_weights_that_are_complex(case: tuple[nn.Module, Tensor, Tensor]) -> None:
+    model, x, _ = case
+    backward(model, x)
+    rows, weights = dense(model), torch.randn(len(x), dtype=torch.complex128)
+    for name, total in enn.per_sample_grads(model).sum(weights).items():
+        torch.testing.assert_close(total, torch.einsum("b,b...", weights, rows[name].to(weights.dtype)))
+
+
+def test_complex_weights_of_complex_rows() -> None:
+    model = enn.convert(nn.Linear(4, 3, dtype=torch.complex128)).per_sample()
+    model(torch.randn(5, 4, dtype=torch.complex128)).abs().square().sum(1).mean().backward()
+    weights, rows = torch.randn(5, dtype=torch.complex128), model.weight.grad_sample
+    total = enn.per_sample_grads(model).sum(weights)["weight"]
+    torch.testing.assert_close(total, torch.einsum("b,bij->ij", weights, rows))
+
+
+def test_sums_and_products_of_float16() -> None:
+    """They are made in float32: a factor times a small number would vanish, and a product be too large."""
+    model = enn.convert(nn.Linear(64, 48).half()).per_sample()
+    (model((torch.randn(64, 64) * 100).half()).float().sum(1) * 1e-4).mean().backward()
+    grads, rows = enn.per_sample_grads(model), model.weight.grad_sample.clone().dense().double()
+    total = grads.sum(torch.full((64,), 1e-4))["weight"]
+    assert total.dtype == torch.float16
+    torch.testing.assert_close(total.double(), 1e-4 * rows.sum(0), rtol=2e-2, atol=1e-7)
+    products = grads.matvec({name: torch.full_like(p, 1e4) for name, p in model.named_parameters()})
+    assert products.dtype == torch.float32
+    expected = 1e4 * (rows.sum((1, 2)) + model.bias.grad_sample.double().sum(1))
+    torch.testing.assert_close(products.double(), expected, rtol=0, atol=1e-2 * float(expected.abs().max()))
+
+
+def test_inverses_follow_factors_that_are_changed_behind_their_versions() -> None:
+    model = enn.convert(nn.Linear(4, 3)).per_sample(keep_factors=True)
+    backward(model, torch.randn(5, 4))
+    grads = enn.per_sample_grads(model)
+    factors = grads.kronecker()
+    grads.precondition(factors, 0.1)
+    factors["weight"].A.data.mul_(100)
+    anew = {"weight": enn.KroneckerFactors(factors["weight"].A.clone(), factors["weight"].G.clone(), 5)}
+    kept, made = (grads.precondition(each, 0.1).norms() for each in (factors, anew))
+    torch.testing.assert_close(kept, made)
+
+
+def test_factors_are_added_to_all_or_to_none() -> None:
+    model, x = (
+        enn.convert(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))).per_sample(keep_factors=True),
+        torch.randn(5, 4),
+    )
+    backward(model, x)
+    grads = enn.per_sample_grads(model)
+    total, turned = grads.kronecker(), enn.PerSampleGrads({name: grads[name] for name in ("1.weight", "0.weight")})
+    x.add_(1)
+    with pytest.raises(enn.PerSampleError, match="changed in place"):
+        turned.kronecker(total)
+    assert {name: factors.count for name, factors in total.items()} == {"0.weight": 5, "1.weight": 5}
+
+
+def test_rows_that_are_taken_in_inference_mode() -> None:
+    model = enn.convert(nn.Linear(4, 3)).per_sample(keep_factors=True)
+    backward(model, torch.randn(5, 4))
+    expected = enn.per_sample_grads(model)
+    with torch.inference_mode():
+        grads = enn.per_sample_grads(model)
+        for value in (lambda g: g.gram(), lambda g: g["weight"].dense(), lambda g: g.project(3)):
+            torch.testing.assert_close(value(grads), value(expected))
+        assert grads.kronecker()["weight"].count == 5
+        assert "weight" in repr(grads)
+        assert dict(grads.rows(slice(1, 3)))["bias"].shape == (2, 3)
+
+
+def test_snapshots_are_not_compared_by_numbers() -> None:
+    grads = enn.PerSampleGrads({"weight": torch.ones(2, 3)})
+    assert grads == grads
+    assert grads != enn.PerSampleGrads(dict(grads))
+    assert len({grads, grads}) == 1
+
+
+def test_products_of_many_passes_are_made_of_few_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+    gram = Outer.gram
+    monkeypatch.setattr(Outer, "gram", lambda self, other: made.append(self) or gram(self, other))
+    model = enn.convert(nn.Linear(40, 30)).per_sample(keep_factors=True)
+    for samples in (2, 3, 2, 4):
+        backward(model, torch.randn(samples, 40))
+    grads = enn.per_sample_grads(model)
+    rows = flat(dense(model))
+    torch.testing.assert_close(grads.gram(), rows @ rows.t())
+    assert len(made) == 1
+
+
+def test_some_of_several_passes_keep_their_factors() -> None:
+    model = enn.convert(nn.Linear(40, 30)).per_sample(keep_factors=True)
+    for samples in (2, 3):
+        backward(model, torch.randn(samples, 40))
+    grads = enn.per_sample_grads(model)
+    assert grads.rows(slice(0, 4)).kronecker()["weight"].count == 4

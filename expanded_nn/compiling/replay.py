@@ -145,7 +145,8 @@ class Graph:
                 raise
             except Exception as error:  # as of a label out of range, of which the step itself says more
                 undo()
-                return f"its graph raises {type(error).__name__} (the step itself does not)", inputs, (), undo
+                text = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+                return f"its graph raises {text} (the step itself does not)", inputs, (), undo
             assumed = self.outcome.assumed
             if assumed is not None and not bool(results[assumed + 1]):
                 undo()

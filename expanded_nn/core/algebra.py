@@ -118,6 +118,36 @@ def of_pairs(
     return _cat([_cat([block(*rows, *columns) for columns in other_blocks], -1) for rows in blocks])
 
 
+def joined(blocks: Sequence[Block]) -> list[Block]:
+    """The blocks, with those beside each other put together whose terms are alike; few make few pairs of blocks."""
+    groups: list[list[Block]] = []
+    for block in blocks:
+        if groups and _go_together(groups[-1][0], block):
+            groups[-1].append(block)
+        else:
+            groups.append([block])
+    return [group[0] if len(group) == 1 else _as_one(group) for group in groups]
+
+
+def _go_together(block: Block, other: Block) -> bool:
+    terms, other_terms = block[1], other[1]
+    return len(terms) == len(other_terms) and all(map(_is_continued, terms, other_terms))
+
+
+def _is_continued(term: Term, other: Term) -> bool:
+    """Whether the rows of two terms are those of one, whose factors are theirs, one behind the other."""
+    shapes = [[factor.shape[1:] for factor in each.factors] for each in (term, other)]
+    return _is_alike(term, other) and isinstance(term, Dense | Outer | OneHot) and shapes[0] == shapes[1]
+
+
+def _as_one(group: Sequence[Block]) -> Block:
+    terms = []
+    for column in zip(*(terms for _, terms in group), strict=True):
+        factors = [torch.cat(parts) for parts in zip(*(term.absorbed() for term in column), strict=True)]
+        terms.append(column[0].remake(factors, 1.0, column[0].dtype))
+    return sum(size for size, _ in group), tuple(terms)
+
+
 def merged(terms: Sequence[Term]) -> tuple[Term, ...]:
     """The terms, those of one kind added up, so that few cross terms remain; the only one of a kind stays as it is."""
     groups: list[list[Term]] = []

@@ -67,6 +67,10 @@ class Rows(Tensor):
         """All terms of all blocks, for a look at their kinds and sizes: changes in place are not checked."""
         return tuple(guarded.term for _, terms in self.blocks for guarded in terms)
 
+    def check(self) -> None:
+        """Raises if a factor was changed in place."""
+        self._unchanged()
+
     def _unchanged(self) -> list[algebra.Block]:
         """The terms of all blocks, to compute with; raises if a factor was changed in place."""
         return self._cell.unchanged()
@@ -156,7 +160,8 @@ class Rows(Tensor):
     def gram(self, other: Tensor) -> Tensor:
         """`<row, other_row>` for each pair, `(B, B')`; the other rows may be dense."""
         others = other if isinstance(other, Rows) else self.of(Dense.of(other))
-        return algebra.gram(self._unchanged(), others._unchanged(), self._cell.kind)
+        blocks, other_blocks = algebra.joined(self._unchanged()), algebra.joined(others._unchanged())
+        return algebra.gram(blocks, other_blocks, self._cell.kind)
 
     def positions(self) -> set[int] | None:
         """How many positions the rows have; `None` if some have none."""

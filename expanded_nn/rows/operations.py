@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from expanded_nn.common.modes import running_backward
+from expanded_nn.common.traced import is_traced
 from expanded_nn.core.terms import Outer, Term
 from expanded_nn.rows.cell import Cell, Slice
 from expanded_nn.rows.factors import R, Rows, average, scaled_blocks, widened
@@ -46,7 +47,11 @@ def _times(rows: Any, factor: Any) -> Any:
     if not isinstance(rows, Rows):
         rows, factor = factor, rows
     by_row = _broadcasts_by_row(rows, factor)
-    return NotImplemented if by_row is None else rows._like(scaled_blocks(rows, by_row), rows.shape)
+    if by_row is None:
+        return NotImplemented
+    if rows.dtype == torch.float16 and (isinstance(by_row, Tensor) or abs(by_row) < 1):
+        return NotImplemented  # a factor times a small number may vanish
+    return rows._like(scaled_blocks(rows, by_row), rows.shape)
 
 
 def _divided(rows: Any, divisor: Any) -> Any:
@@ -58,7 +63,9 @@ def _divided(rows: Any, divisor: Any) -> Any:
 
 
 def _plus(rows: Any, other: Any, *, alpha: float = 1) -> Any:
-    if not (isinstance(rows, Rows) and isinstance(other, Rows)):
+    if isinstance(rows, Rows) and type(other) is int and other == 0:  # as `sum` begins with
+        return rows._like(rows.blocks, rows.shape)
+    if not (isinstance(rows, Rows) and isinstance(other, Rows)) or (alpha != 1 and rows.dtype == torch.float16):
         return NotImplemented
     if rows.shape != other.shape or rows.dtype != other.dtype or (rows.is_dense and other.is_dense):
         return NotImplemented
@@ -122,7 +129,7 @@ def _converted(rows: Rows, *, dtype: Any = None, **options: Any) -> Any:
     asks_for_more = any(value is not None for key, value in options.items() if key != "non_blocking")
     if rows.is_dense or dtype is None or asks_for_more or not (dtype.is_floating_point or dtype.is_complex):
         return NotImplemented  # whole numbers of the factors would not be those of the rows
-    if torch.finfo(dtype).max < 1e30 and dtype != rows.dtype:  # float16 may hold the rows, and not their factors
+    if torch.finfo(dtype).bits < 32 and dtype != rows.dtype:  # it may hold the rows, and not their factors
         return NotImplemented
     return rows._like(rows._remade(lambda term: term.to(dtype)), rows.shape, dtype)
 
@@ -139,19 +146,47 @@ def _catenated(tensors: Sequence[Any], dim: int = 0) -> Any:
 
 def _chosen(rows: Rows, choose: Callable[[Tensor], Tensor]) -> Any:
     """Some of the rows, from some of each factor: `choose` takes them from any tensor `(B, ...)`."""
-    if rows.is_dense or len(rows.blocks) != 1:
+    if rows.is_dense:
         return NotImplemented
-    size = choose(torch.empty(rows.shape[0], 0, device=rows.device)).shape[0]
-    ((_, block),) = rows._remade(lambda term: term.map(choose))
-    return rows._like([(size, block)], (size, *rows.shape[1:]))
+    blocks = rows.blocks
+    if len(blocks) == 1:
+        size = choose(torch.empty(rows.shape[0], 0, device=rows.device)).shape[0]
+        chosen = [(size, tuple(guarded.derived(lambda term: term.map(choose)) for guarded in blocks[0][1]))]
+        return rows._like(chosen, (size, *rows.shape[1:]))
+    numbers = choose(torch.arange(rows.shape[0], device=rows.device))
+    if is_traced() or not len(blocks) or not len(numbers):
+        return NotImplemented
+    ends = torch.tensor([size for size, _ in blocks], device=rows.device).cumsum(0)
+    places, counts = torch.bucketize(numbers, ends, right=True).unique_consecutive(return_counts=True)
+    if len(places) > len(blocks):  # to and fro between them
+        return NotImplemented
+    chosen = []
+    for place, own in zip(places.tolist(), numbers.split(counts.tolist()), strict=True):
+        size, terms = blocks[place]
+        index: Any = own - (ends[place] - size)
+        if bool((index.diff() == 1).all()):  # as a slice it takes no memory
+            index = slice(int(index[0]), int(index[-1]) + 1)
+        chosen.append((len(own), tuple(guarded.derived(partial(_part_of, index)) for guarded in terms)))
+    return rows._like(chosen, (len(numbers), *rows.shape[1:]))
+
+
+def _part_of(index: Any, term: Term) -> Term:
+    return term.map(lambda factor: factor[index])
 
 
 def _sliced(rows: Rows, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
-    part = slice(start, end, step)
-    chosen = NotImplemented if dim % rows.dim() else _chosen(rows, lambda factor: factor[part])
+    part = slice(start, end)
+    # one with steps would be a view that has gaps
+    chosen = NotImplemented if dim % rows.dim() or step != 1 else _chosen(rows, lambda factor: factor[part])
     if chosen is not NotImplemented:
         chosen._cell = Slice(chosen._cell.blocks, rows._cell, part)
     return chosen
+
+
+def _split(rows: Rows, size: int, dim: int = 0) -> Any:
+    starts = range(0, rows.shape[0], max(1, size)) if dim % rows.dim() == 0 else ()
+    parts = [_sliced(rows, 0, start, start + size) for start in starts]
+    return NotImplemented if not parts or NotImplemented in parts else parts
 
 
 def _indexed(rows: Rows, indices: Sequence[Any]) -> Any:
@@ -199,7 +234,8 @@ def _padded(rows: Rows, sizes: Sequence[int], dim: int, start: int, end: int, st
 def _times_vector(rows: Any, vector: Any) -> Any:
     if not isinstance(rows, Rows) or isinstance(vector, Rows) or vector.dtype != rows.dtype or rows.dim() != 2:
         return NotImplemented
-    return rows.matvec(vector)
+    wide = widened(rows)
+    return wide.matvec(vector.to(wide.dtype)).to(rows.dtype)
 
 
 _WEIGHTED_SUM = re.compile(r"(\w),\1(\.\.\.|((?!\1)[a-zA-Z])+)")
@@ -221,7 +257,7 @@ def _einsum(equation: str, *operands: Any) -> Any:
     fits = row == "..." or len(set(row)) == len(row) == rows.dim() - 1
     fits = fits and weights.shape[0] == rows.shape[0]
     is_in_order = output == row if arrow else row in ("...", "".join(sorted(row)))
-    return rows.weighted_sum(weights) if fits and is_in_order else NotImplemented
+    return widened(rows).weighted_sum(weights).to(rows.dtype) if fits and is_in_order else NotImplemented
 
 
 def _assigned(rows: Any, *_: Any) -> Any:
@@ -232,7 +268,7 @@ def _assigned(rows: Any, *_: Any) -> Any:
 
 TABLE: dict[Any, Callable[..., Any]] = {  # operator -> function on the factors
     aten.add.Tensor: _plus,
-    aten.neg.default: lambda rows: _times(rows, -1.0),
+    aten.neg.default: lambda rows: rows._like(scaled_blocks(rows, -1.0), rows.shape),
     aten.mul.Tensor: _times,
     aten.mul.Scalar: _times,
     aten.div.Tensor: _divided,
@@ -252,6 +288,7 @@ TABLE: dict[Any, Callable[..., Any]] = {  # operator -> function on the factors
     aten._to_copy.default: _converted,
     aten.cat.default: _catenated,
     aten.slice.Tensor: _sliced,
+    aten.split.Tensor: _split,
     aten.slice_backward.default: _padded,
     aten.index.Tensor: _indexed,
     aten.index_select.default: _index_selected,
