@@ -769,6 +769,34 @@ def test_norms_of_permuted_memory_give_no_views(norm: type[nn.Module]) -> None:
     assert not layer(torch.randn(5, BATCH, 4).transpose(0, 1))._is_view()
 
 
+LAID_OUT: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(4, 6),
+    "linear without bias": lambda: nn.Linear(4, 6, bias=False),
+    "layer norm": lambda: nn.LayerNorm(4),
+    "layer norm over steps": lambda: nn.LayerNorm((5, 4)),
+    "rms norm": lambda: nn.RMSNorm(4),
+}
+
+
+class BehindRNN(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.rnn, self.layer = nn.GRU(4, 4, batch_first=True), layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.rnn(x)[0]).view(len(x), -1)
+
+
+@pytest.mark.parametrize("name", LAID_OUT)
+def test_what_comes_behind_a_recurrent_layer_lies_as_torch_lays_it(name: str) -> None:
+    """What an RNN returns with `batch_first` lies in memory with time first; users view what a layer makes of it."""
+    layer, x = LAID_OUT[name](), torch.randn(5, BATCH, 4).transpose(0, 1)
+    assert enn.convert(layer).per_sample()(x).stride() == layer(x).stride()
+    module, call = BehindRNN(layer), Call((torch.randn(BATCH, 5, 4),))
+    rows = rows_after(enn.convert(module).per_sample(loss_reduction="sum"), call, BATCH)
+    assert_close_rows(rows, loop(module, call, BATCH))
+
+
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_what_is_looked_up_lies_as_torch_lays_it(batch_first: bool) -> None:
     """Whatever the index is a view of: of what comes out users take views."""

@@ -14,7 +14,7 @@ import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from types import FunctionType
 from typing import Any
 
@@ -25,6 +25,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from expanded_nn.common.batch import contents, marked_like
+from expanded_nn.common.functions import is_in_place
+from expanded_nn.common.modes import is_batched, unseen
 from expanded_nn.common.outside import Outside, is_users_object, put_back
 from expanded_nn.common.shared import is_parameter
 
@@ -224,7 +226,7 @@ class Traces(Attributes):
 
 @contextmanager
 def without_traces(module: nn.Module, *, hooks: bool = True) -> Iterator[None]:
-    """Takes back what a forward leaves in the attributes and buffers of a module, and of those within.
+    """Takes back what a forward leaves in the attributes, buffers and parameters of a module, and of those within.
 
     So it does with what it leaves in the attributes of the user's own objects among these, as a tracker of losses, with
     what its functions keep outside of modules, and with the hooks that it registers on parameters. Without `hooks`, the
@@ -234,13 +236,16 @@ def without_traces(module: nn.Module, *, hooks: bool = True) -> Iterator[None]:
     outside = Outside(members)
     before = [(owner, dict(vars(owner))) for owner in (*members, *_objects_of(members))]
     of_parameters = [(parameter, {*_hooks_of(parameter)}) for parameter in module.parameters()]
+    updates = _Updates([parameter for parameter, _ in of_parameters])
     try:
         for owner, attributes in before:
             vars(owner).update({key: _copied(value) for key, value in attributes.items() if key not in OURS})
             if not hooks and isinstance(owner, nn.Module) and owner is not module:
                 vars(owner).update({key: OrderedDict() for key in _HOOKS})
-        yield
+        with updates:
+            yield
     finally:
+        updates.take_back()
         outside.put_back()
         for owner, attributes in before:
             learned = {key: vars(owner)[key] for key in ("_trials",) if key in vars(owner)}
@@ -250,6 +255,41 @@ def without_traces(module: nn.Module, *, hooks: bool = True) -> Iterator[None]:
         for parameter, hooks_before in of_parameters:
             for table, key in {*_hooks_of(parameter)} - hooks_before:
                 del getattr(parameter, table)[key]
+
+
+class _Updates(TorchFunctionMode):
+    """Changes of parameters, which a forward may make, as that of a network whose weights follow another one's."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__()
+        self.data = [(parameter, parameter.data) for parameter in parameters]
+        self.changed: list[tuple[Tensor, Tensor]] = []  # each with a copy of it from before
+
+    @cached_property
+    def memory(self) -> set[int]:
+        """Where the parameters are."""
+        return {data.untyped_storage().data_ptr() for _, data in self.data}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_in_place(func) and self.data:
+            with unseen():
+                self.changed += [(x.data, x.detach().clone()) for x in tree_leaves(args[:1]) if self._is_a_part_of(x)]
+        return func(*args, **(kwargs or {}))
+
+    def _is_a_part_of(self, x: Any) -> bool:
+        """Whether a tensor is a parameter or shows a part of it."""
+        if not (type(x) is Tensor or isinstance(x, nn.Parameter)) or is_batched(x) or x.layout is not torch.strided:
+            return False
+        return x.untyped_storage().data_ptr() in self.memory
+
+    def take_back(self) -> None:
+        """Gives all parameters the numbers and the memory that they had."""
+        with unseen():
+            for x, before in reversed(self.changed):
+                x.copy_(before)
+            for parameter, data in self.data:
+                if parameter.data_ptr() != data.data_ptr():
+                    parameter.data = data
 
 
 def _objects_of(modules: list[nn.Module]) -> list[Any]:

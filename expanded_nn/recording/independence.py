@@ -14,13 +14,14 @@ from random import Random
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from expanded_nn._errors import PerSampleError, complaint, warn
 from expanded_nn.common.batch import (
     FOLDED,
     NUMBERS,
     Dims,
+    contents,
     is_shared_by_all,
     marked_like,
     may_have_derivatives,
@@ -30,7 +31,7 @@ from expanded_nn.common.batch import (
 from expanded_nn.common.containers import is_packed, leaves_of, rebuilt
 from expanded_nn.common.modes import uncounted, unseen, without_fused_inference
 from expanded_nn.common.rounding import are_equal, are_near, near
-from expanded_nn.common.steady import RandomStates, WithoutChance, without_traces
+from expanded_nn.common.steady import RandomStates, WithoutChance, attributes_of, without_traces
 from expanded_nn.common.traced import wait_for_values
 from expanded_nn.factored import FactoredTensor
 from expanded_nn.recording.graph import graph_of, leaves_behind
@@ -115,8 +116,26 @@ class Halves:
 
     def may_run(self) -> bool:
         """Whether the arguments can be copied, and a sample taken from them."""
-        has_samples = self.batch > 1 and self.dims.count(None) < len(self.dims)
+        has_samples = self.batch > 1 and self.dims.count(None) < len(self.dims) and not self._has_offsets()
         return has_samples and not any(map(is_sharded, self.module.modules())) and all(map(_is_open, self.leaves))
+
+    def _has_offsets(self) -> bool:
+        """Whether an argument seems to say where bags begin: they are not halved as rows are."""
+        whole_numbers = (x for x in self.leaves if _is_dense(x) and x.dtype in (torch.int32, torch.int64) and x.dim())
+        starts = (x for x in whole_numbers if x.shape[-1] in (self.batch, self.batch + 1) and not x[..., 0].any())
+        has_starts = any(bool((x.diff() >= 0).all()) for x in starts)
+        return has_starts and any(isinstance(module, nn.EmbeddingBag) for module in self.module.modules())
+
+    def _has_state(self) -> bool:
+        """Whether modules keep a tensor for the samples, as the state of a recurrence: half of them have another one.
+
+        When per-sample mode was switched on it was not there, or had other numbers.
+        """
+        tables = ((table, table.tensor()) for table in self.recorder.escalation.tables)
+        unchanged = {id(x) for table, x in tables if x is not None and table.is_as_it_was(x)}
+        held = contents([*map(attributes_of, self.module.modules())])
+        states = (x for x in held if isinstance(x, Tensor) and id(x) not in unchanged)
+        return any(size >= self.batch for x in states for size in x.shape[:2])
 
     def refusal(self, *, is_first: bool) -> PerSampleError | None:
         """The error where the samples' results, or their gradients, depend on each other.
@@ -149,6 +168,8 @@ class Halves:
                 unused = self._unused(used, is_random=is_random)
                 dims = None if self._hides_by_zeros(is_random=is_random) else dims
         if dims is None:
+            if not is_first and self._has_state():
+                return None
             # no layer is to blame, so the module that was called is tried
             return self._refusal("half of the samples give other results without the others", self.recorder)
         if parameter is not None:

@@ -978,3 +978,123 @@ def test_samples_that_are_moved_between_two_calls_where_no_operation_tells() -> 
     moved = torch.stack([h[i].tanh() for i in reversed(range(6))])
     with pytest.raises(enn.PerSampleError, match=f"gradients of samples by first.weight {IN_OTHER_ROWS}"):
         model["second"](moved)
+
+
+UPDATES: dict[str, Callable[[nn.Parameter, Tensor], object]] = {
+    "in place": lambda own, other: own.mul_(0.5).add_(other, alpha=0.5),
+    "in place by data": lambda own, other: own.data.mul_(0.5).add_(other, alpha=0.5),
+    "by copy": lambda own, other: own.data.copy_(0.5 * own + 0.5 * other),
+    "by data": lambda own, other: setattr(own, "data", 0.5 * own.data + 0.5 * other),
+    "a part": lambda own, other: own[:1].copy_(0.5 * own[:1] + 0.5 * other[:1]),
+    "foreach": lambda own, other: torch._foreach_lerp_([own], [other.detach()], 0.5),
+}
+
+
+class Following(nn.Module):
+    """The weights of a second network follow the first one's, at each forward, as in momentum contrast."""
+
+    def __init__(self, update: Callable[[nn.Parameter, Tensor], object]) -> None:
+        super().__init__()
+        self.leading, self.following = nn.Linear(4, 3), nn.Linear(4, 3).requires_grad_(False)
+        self.update = update
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for own, other in zip(self.following.parameters(), self.leading.parameters(), strict=True):
+                self.update(own, other)
+            target = self.following(x)
+        return (self.leading(x) - target).square()
+
+
+@pytest.mark.parametrize("way", UPDATES)
+def test_weights_that_follow_others_do_so_once_a_call(way: str) -> None:
+    module = Following(UPDATES[way])
+    model = enn.convert(module).per_sample()
+    for _ in range(5):
+        x = torch.randn(6, 4)
+        expected, result = module(x), model(x)
+        torch.testing.assert_close(result, expected)
+        result.sum(1).mean().backward()
+        torch.testing.assert_close(model.following.weight, module.following.weight)
+
+
+class Bags(nn.Module):
+    def __init__(self, *, has_features: bool) -> None:
+        super().__init__()
+        self.bag, self.out, self.has_features = nn.EmbeddingBag(20, 4), nn.Linear(4 + 2 * has_features, 1), has_features
+
+    def forward(self, *args: Tensor) -> Tensor:
+        bags = self.bag(*args[-2:])
+        return self.out(torch.cat([args[0], bags], 1) if self.has_features else bags)
+
+
+@pytest.mark.parametrize("samples", [2, 3, 4, 6])
+@pytest.mark.parametrize("has_features", [True, False])
+def test_bags_by_their_offsets(samples: int, has_features: bool) -> None:
+    """They are not halved as rows are, so samples are not compared."""
+    module, offsets = Bags(has_features=has_features), 2 * torch.arange(samples)
+    model = enn.convert(module).per_sample(loss_reduction="sum", batch_size=samples)
+    for _ in range(9):
+        features, words = torch.randn(samples, 2), torch.randint(20, (2 * samples,))
+        call = Call((features, words, offsets) if has_features else (words, offsets))
+
+        def alone(call: Call, i: int) -> Call:
+            own = call.args[-2][2 * i : 2 * i + 2], torch.zeros(1, dtype=torch.int64)
+            return Call((call.args[0][i : i + 1], *own) if len(call.args) == 3 else own)
+
+        model.zero_grad()
+        total_loss(model, call).backward()
+        assert_close_rows(rows_of(model), loop(module, call, samples, take=alone))
+
+
+class Recurrent(nn.Module):
+    """Goes on with the state of the last call, if that had as many samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.out = nn.GRU(4, 4, batch_first=True), nn.Linear(4, 2)
+        self.state: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.state is None or self.state.shape[1] != len(x):
+            self.state = torch.zeros(1, len(x), 4)
+        outputs, state = self.rnn(x, self.state)
+        self.state = state.detach()
+        return self.out(outputs[:, -1])
+
+
+class Cached(nn.Module):
+    """Step by step, with what it has made of the steps before in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.steps = nn.Linear(4, 4), 0
+        self.register_buffer("cache", torch.zeros(8, 10, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.cache[: len(x), self.steps] = self.layer(x).detach()
+        self.steps += 1
+        return self.layer(x) + self.cache[: len(x), : self.steps].mean(1)
+
+
+@pytest.mark.parametrize(("kind", "shape"), [(Recurrent, (6, 3, 4)), (Cached, (6, 4))])
+def test_a_state_with_a_row_for_each_sample(kind: type[nn.Module], shape: tuple[int, ...]) -> None:
+    """Half of the samples have another one, which says nothing of the samples."""
+    module = kind()
+    model = enn.convert(module).per_sample()
+    for _ in range(9):
+        x = torch.randn(shape)
+        result = model(x)
+        torch.testing.assert_close(result, module(x))
+        result.sum(1).mean().backward()
+        assert len(model.layer.weight.grad_sample if kind is Cached else model.out.weight.grad_sample) == len(x)
+        model.zero_grad()
+
+
+def test_a_mixing_forward_with_a_state_is_refused_at_the_first_call() -> None:
+    class Mixing(Recurrent):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x - x.mean(0))
+
+    with pytest.raises(enn.PerSampleError, match=MEETS):
+        enn.convert(Mixing()).per_sample()(torch.randn(6, 3, 4))
