@@ -1,12 +1,14 @@
 """Modules with parameters of their own whose forward runs on the whole batch; and those that must not."""
 
 import pickle
+import random
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -1301,3 +1303,92 @@ def test_dropout_of_attention_beside_own_parameters(kind: str) -> None:
         module.eval()
     step(model, x)
     assert_close_rows(rows_of(model), loop(plain, Call((x,)), B))
+
+
+class OtherPath(nn.Module):
+    """Takes another path from its third call on, or by chance; it has a parameter of its own."""
+
+    def __init__(self, count: Callable[[Any], int]) -> None:
+        super().__init__()
+        self.gate, self.branch, self.count = nn.Parameter(torch.ones(D)), nn.Linear(D, D), count
+        self.calls, self.seen, self.numbers = 0, list[int](), dict[str, int]()
+        self.inner = nn.Module()
+        self.register_buffer("counted", torch.zeros(()))
+        self.inner.register_buffer("counted", torch.zeros(20))
+
+    def forward(self, x: Tensor) -> Tensor:
+        calls = self.count(self)
+        if calls >= 3:
+            x = x + self.branch(x)
+        return x * self.gate * (calls / 10)
+
+
+def counted(module: Any) -> int:
+    module.calls += 1
+    return module.calls  # type: ignore[no-any-return]
+
+
+def counted_in_a_buffer(module: Any) -> int:
+    module.counted += 1
+    return int(module.counted)
+
+
+def counted_within(module: Any) -> int:
+    module.inner.counted[2:5].add_(1)
+    return int(module.inner.counted[3])
+
+
+def counted_anew(module: Any) -> int:
+    module.counted = module.counted + 1
+    return int(module.counted)
+
+
+def counted_in_a_list(module: Any) -> int:
+    module.seen.append(len(module.seen))
+    return len(module.seen)
+
+
+def counted_in_a_dict(module: Any) -> int:
+    module.numbers["calls"] = module.numbers.get("calls", 0) + 1
+    return module.numbers["calls"]  # type: ignore[no-any-return]
+
+
+def by_chance(module: Any) -> int:
+    return 3 if random.random() < 0.5 else 1
+
+
+@pytest.mark.parametrize(
+    "count",
+    [
+        *(counted, counted_in_a_buffer, counted_within, counted_anew, counted_in_a_list, counted_in_a_dict),
+        *(by_chance, lambda module: 3 if np.random.rand() < 0.5 else 1),  # noqa: NPY002
+    ],
+)
+def test_a_forward_that_takes_another_path_counts_and_draws_once(count: Callable[[Any], int]) -> None:
+    module = OtherPath(count)
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    found = []
+    for each in (module, model):
+        random.seed(1), np.random.seed(1)  # noqa: NPY002
+        found.append([each(torch.ones(B, D) * number).detach() for number in range(12)])
+    assert_close(torch.stack(found[1]), torch.stack(found[0]))
+
+
+def test_what_begins_on_another_path_is_said_to_have_happened_twice() -> None:
+    """Until then it had left nothing, so that nothing was kept of the state before."""
+    switch = [False]
+
+    def only_there(module: Any) -> int:
+        if switch[0]:
+            module.counted += 1
+        return 3 if switch[0] else 1
+
+    model = enn.convert(OtherPath(only_there)).per_sample()
+    for _ in range(5):  # no call at which samples are compared follows
+        model(torch.randn(B, D)).sum().backward()
+    switch[0] = True
+    with pytest.warns(enn.PerSampleWarning, match="its forward has run twice in this call"):
+        model(torch.randn(B, D)).sum().backward()
+    before = float(model.counted)
+    model(torch.randn(B, D)).sum().backward()
+    assert float(model.counted) == before + 1

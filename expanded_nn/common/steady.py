@@ -12,9 +12,10 @@ import inspect
 import random
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
+from operator import is_
 from types import FunctionType
 from typing import Any
 
@@ -27,7 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from expanded_nn.common.batch import contents, marked_like
 from expanded_nn.common.functions import is_in_place
 from expanded_nn.common.modes import is_batched, unseen
-from expanded_nn.common.outside import Outside, is_users_object, put_back
+from expanded_nn.common.outside import NOTHING, Outside, is_users_object, put_back
 from expanded_nn.common.shared import is_parameter
 
 # The attributes that the library sets on modules: by `per_sample`, by the general rule, by what layers have seen of
@@ -70,6 +71,11 @@ class RandomStates:
 
     def __exit__(self, *error: object) -> None:
         self.restore()
+
+    def has_drawn_elsewhere(self) -> bool:
+        """Whether anything was drawn from Python's or numpy's generators."""
+        others = list(zip(self.before, self.sources, strict=True))[1:3]
+        return not all(_same(before, get_state()) for before, (get_state, _) in others)
 
     def restore(self) -> bool:
         """Sets the states to those from the beginning; whether anything was drawn since."""
@@ -198,6 +204,90 @@ class Attributes:
         return True
 
 
+class _Updates(TorchFunctionMode):
+    """Changes of tensors in place, as of weights that follow another network's; to be taken back."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        super().__init__()
+        pairs = ((x, x.data) for x in tensors if x.layout is torch.strided and not x.is_inference())
+        self.data = [(x, data) for x, data in pairs if type(data) is Tensor and not data.is_nested]
+        self.changed: list[tuple[Tensor, Tensor]] = []  # each with a copy of it from before
+
+    @cached_property
+    def memory(self) -> set[int]:
+        """Where the tensors are."""
+        return {data.untyped_storage().data_ptr() for _, data in self.data}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_in_place(func) and self.data:
+            with unseen():
+                self.changed += [(x.data, x.detach().clone()) for x in tree_leaves(args[:1]) if self._is_a_part_of(x)]
+        return func(*args, **(kwargs or {}))
+
+    def _is_a_part_of(self, x: Any) -> bool:
+        """Whether a tensor is one of them, or shows a part of one."""
+        if not (type(x) is Tensor or isinstance(x, nn.Parameter)) or is_batched(x) or x.layout is not torch.strided:
+            return False
+        return x.untyped_storage().data_ptr() in self.memory
+
+    def take_back(self) -> None:
+        """Gives all of them the numbers and the memory that they had."""
+        with unseen():
+            for x, before in reversed(self.changed):
+                x.copy_(before)
+            for x, data in self.data:
+                if x.data_ptr() != data.data_ptr():
+                    x.data = data
+
+
+class Undo:
+    """What a forward leaves, to be taken back: as a context it sees what is changed in place."""
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self.attributes, self.random = Attributes(modules), RandomStates()
+        held = [value for before in self.attributes.attributes for name, value in before.items() if name not in OURS]
+        containers = (value for value in held if isinstance(value, list | set | deque | dict))
+        self.containers = [(value, dict(value) if isinstance(value, dict) else list(value)) for value in containers]
+        tensors = [x for x in tree_leaves(held) if isinstance(x, Tensor) and not x.requires_grad]
+        self.updates, self.versions = _Updates(tensors), [(x, _version_of(x)) for x in tensors]
+
+    def __enter__(self) -> None:
+        self.updates.__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: object) -> None:
+        self.updates.__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def has_changed(self) -> bool:
+        """Whether there is anything, but for what was drawn from torch's generators."""
+        attributes = zip(self.attributes.modules, self.attributes.attributes, strict=True)
+        pairs: list[tuple[Any, Any]] = [(vars(module), before) for module, before in attributes]
+        pairs += [(now, before) if isinstance(now, dict) else (list(now), before) for now, before in self.containers]
+        if not all(map(_holds_the_same, *zip(*pairs, strict=True))) or self.random.has_drawn_elsewhere():
+            return True
+        return any(_version_of(x) != version for x, version in self.versions)
+
+    def put_back(self) -> None:
+        """Takes all of it back."""
+        self.random.restore()
+        self.updates.take_back()
+        for container, before in self.containers:
+            put_back(container, before)
+        self.attributes.put_back()
+
+
+def _version_of(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version
+
+
+def _holds_the_same(now: Any, before: Any) -> bool:
+    """Whether a list or a dict has the very objects that it had."""
+    if len(now) != len(before):
+        return False
+    if isinstance(now, dict):
+        return all(before.get(key, NOTHING) is value for key, value in now.items() if key not in OURS)
+    return all(map(is_, now, before))
+
+
 class Traces(Attributes):
     """What a forward leaves in modules and in its arguments, which the next one would find.
 
@@ -255,41 +345,6 @@ def without_traces(module: nn.Module, *, hooks: bool = True) -> Iterator[None]:
         for parameter, hooks_before in of_parameters:
             for table, key in {*_hooks_of(parameter)} - hooks_before:
                 del getattr(parameter, table)[key]
-
-
-class _Updates(TorchFunctionMode):
-    """Changes of parameters, which a forward may make, as that of a network whose weights follow another one's."""
-
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        super().__init__()
-        self.data = [(parameter, parameter.data) for parameter in parameters]
-        self.changed: list[tuple[Tensor, Tensor]] = []  # each with a copy of it from before
-
-    @cached_property
-    def memory(self) -> set[int]:
-        """Where the parameters are."""
-        return {data.untyped_storage().data_ptr() for _, data in self.data}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if is_in_place(func) and self.data:
-            with unseen():
-                self.changed += [(x.data, x.detach().clone()) for x in tree_leaves(args[:1]) if self._is_a_part_of(x)]
-        return func(*args, **(kwargs or {}))
-
-    def _is_a_part_of(self, x: Any) -> bool:
-        """Whether a tensor is a parameter or shows a part of it."""
-        if not (type(x) is Tensor or isinstance(x, nn.Parameter)) or is_batched(x) or x.layout is not torch.strided:
-            return False
-        return x.untyped_storage().data_ptr() in self.memory
-
-    def take_back(self) -> None:
-        """Gives all parameters the numbers and the memory that they had."""
-        with unseen():
-            for x, before in reversed(self.changed):
-                x.copy_(before)
-            for parameter, data in self.data:
-                if parameter.data_ptr() != data.data_ptr():
-                    parameter.data = data
 
 
 def _objects_of(modules: list[nn.Module]) -> list[Any]:

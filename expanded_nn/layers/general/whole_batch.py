@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_structure, tree_unflatten
 
+from expanded_nn._errors import warn
 from expanded_nn.common.batch import FOLDED
 from expanded_nn.common.modes import is_of_checkpoint, running_backward, unseen
 from expanded_nn.common.rounding import near
-from expanded_nn.common.steady import Attributes
+from expanded_nn.common.steady import Undo
 from expanded_nn.common.traced import is_traced, wait_for_values
 from expanded_nn.core import cost
 from expanded_nn.layers.general.gradients import Verdict
@@ -34,6 +35,7 @@ class WholeBatch:
 
     def __init__(self, module: Any, call: Called) -> None:
         self.module, self.call, self.told = module, call, module._told
+        self.was_in_vain = False  # whether the forward has run, and its result was not taken
 
     def result(self) -> Any:
         """What it gives, at some calls only if a sample gives the same alone; else `NotImplemented`."""
@@ -45,10 +47,11 @@ class WholeBatch:
         turns, is_not_due = divmod(self.told.turn, cost.TURNS_OF_A_SAMPLE)
         if is_not_due:
             return self._by_ways()
-        before, number = Attributes([*modules_in(self.module)]), turns % self.call.batch
+        before, number = Undo([*modules_in(self.module)]), turns % self.call.batch
         # first, as both begin with what the call before has left
         alone = self._hidden(_OneAlone, self.module, self.call, number)
-        result = self._by_ways()
+        with before:
+            result = self._by_ways()
         if result is NotImplemented or alone.agrees(result):
             return result
         if self.module._learned is None and not self._hidden(alone.depends_on_others, result):
@@ -101,8 +104,26 @@ class WholeBatch:
 
     def by_known_way(self, ways: Ways) -> Any:
         """The result, if it went a known way."""
-        result, way = self.attempt(self.call.args, self.call.kwargs)
-        return result if way in ways.known else NotImplemented
+        told = self.told
+        if not told.leaves_something:
+            result, way = self.attempt(self.call.args, self.call.kwargs)
+            if way in ways.known:
+                return result
+            self.was_in_vain = told.leaves_something = True  # until the next run tells
+            return NotImplemented
+        before = Undo([*modules_in(self.module)])
+        with before:
+            result, way = self.attempt(self.call.args, self.call.kwargs)
+        if way not in ways.known:
+            before.put_back()  # what it has counted, drawn and kept, as another forward follows
+            return NotImplemented
+        told.leaves_something = before.has_changed()
+        if told.leaves_something and self.was_in_vain:
+            warn(
+                f"{self.module.qualified_name}: its forward has run twice in this call, as it does what it has not "
+                "done before, and it counts, draws or keeps something, which has happened twice. It will not again."
+            )
+        return result
 
     def attempt(self, args: Any, kwargs: Any) -> tuple[Any, Way | None]:
         """The result of the forward on the whole batch, and the way it has gone; `None` if it cannot run so.
