@@ -1392,3 +1392,33 @@ def test_what_begins_on_another_path_is_said_to_have_happened_twice() -> None:
     before = float(model.counted)
     model(torch.randn(B, D)).sum().backward()
     assert float(model.counted) == before + 1
+
+
+BEHIND: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "matmul": lambda m, x: x @ m.w,
+    "linear": lambda m, x: F.linear(x, m.w),
+    "layer norm": lambda m, x: F.layer_norm(x, (D,), m.w[0], m.w[1]),
+    "rms norm": lambda m, x: F.rms_norm(x, (D,), m.w[0]),
+    "scale": lambda m, x: (x * m.w[0]).contiguous(),
+}
+
+
+class BehindRNN(nn.Module):
+    """An RNN, whose outputs lie in memory with time first, and a view of what an own parameter makes of them."""
+
+    def __init__(self, function: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.rnn, self.own = nn.GRU(D, D, batch_first=True), own(function, (D, D))()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.own(self.rnn(x)[0]).view(len(x), -1)
+
+
+@pytest.mark.parametrize("name", BEHIND)
+def test_results_are_contiguous_where_the_plain_ones_are(name: str) -> None:
+    module = BehindRNN(BEHIND[name])
+    model, call = enn.convert(module).per_sample(loss_reduction="sum"), Call((torch.randn(B, T, D),))
+    for _ in range(3):
+        model.zero_grad()
+        total_loss(model, call).backward()
+        assert_close_rows(rows_of(model), loop(module, call, B))

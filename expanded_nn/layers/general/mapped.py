@@ -455,6 +455,19 @@ def memory_order(tensor: Tensor) -> tuple[int, ...]:
     return tuple(order) if tensor.permute(order).is_contiguous() else ()
 
 
+def contiguous_as_plain(result: Any, orders: Sequence[tuple[int, ...]]) -> Any:
+    """A forward's result on the whole batch, contiguous where the plain one was, by its `memory_order`."""
+    tensors = [result] if type(result) is Tensor else tensors_of(result)
+    if len(orders) != len(tensors) or not any(map(_lacks_order, tensors, orders)):
+        return result
+    pairs = zip(tensors, orders, strict=True)
+    return with_tensors(*flatten(result), [x.contiguous() if _lacks_order(x, order) else x for x, order in pairs])
+
+
+def _lacks_order(tensor: Tensor, order: tuple[int, ...]) -> bool:
+    return order == tuple(range(tensor.dim())) and not tensor.is_contiguous()
+
+
 def _laid_out(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
     if tensor.dim() != len(order) or (turned := tensor.permute(order)).is_contiguous():
         return tensor

@@ -27,7 +27,14 @@ from expanded_nn.common.meanwhile import meanwhile
 from expanded_nn.common.modes import uncounted, unseen
 from expanded_nn.common.steady import RandomStates
 from expanded_nn.common.traced import refuse_values, wait_for_values
-from expanded_nn.layers.general.mapped import NOT_OF_THE_FORWARD, Called, Mapper, flatten, once_per_sample
+from expanded_nn.layers.general.mapped import (
+    NOT_OF_THE_FORWARD,
+    Called,
+    Mapper,
+    contiguous_as_plain,
+    flatten,
+    once_per_sample,
+)
 from expanded_nn.layers.general.opened import called
 from expanded_nn.layers.general.reading import read
 from expanded_nn.layers.general.trial import Told, Trial
@@ -132,7 +139,10 @@ class General(Expanded):
         call = read(self, args, kwargs)
         with reads_of_its_own():
             result = self._on_whole_batch(self, call).result()
-            result = self._sample_by_sample(call) if result is NotImplemented else result
+            if result is NotImplemented:
+                result = self._sample_by_sample(call)
+            elif call.kind in self._told.compared:
+                result = contiguous_as_plain(result, self._told.compared[call.kind].orders)
         order = None if self._recorder is None else self._recorder.order
         if order is not None and call.kind in self._told.compared:
             with unseen():
