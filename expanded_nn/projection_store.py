@@ -111,7 +111,8 @@ class ProjectionStore:
         """This process's share of the samples that are not done, batch by batch.
 
         Args:
-            ids: All samples, the same in all processes: whole numbers from 0, such as `range(len(dataset))`.
+            ids: All samples, the same in all processes: whole numbers from 0, such as `range(len(dataset))`; one that
+                stands there twice comes once.
             batch_size: How many at once.
             progress: Whether the first process shows a progress bar, if tqdm is installed.
 
@@ -120,7 +121,10 @@ class ProjectionStore:
         """
         refuse_no_count("ProjectionStore.batches", "batch_size", batch_size, 1)
         rank, processes = _rank()
-        share = _as_ids(ids)[rank::processes]  # before the done ones are left out: other processes add to these
+        numbers = _as_ids(ids)
+        if len(numbers.unique()) < len(numbers):
+            numbers = torch.tensor([*dict.fromkeys(numbers.tolist())])
+        share = numbers[rank::processes]  # before the done ones are left out: other processes add to these
         is_done = torch.isin(share, self.ids)
         shows = progress and rank == 0 and find_spec("tqdm") is not None
         bar = import_module("tqdm").tqdm(total=len(share), initial=int(is_done.sum()), unit="sample") if shows else None
@@ -349,7 +353,8 @@ def _as_ids(ids: Sequence[int] | Tensor) -> Tensor:
         numbers = torch.as_tensor(ids, device="cpu")
     except (TypeError, ValueError, RuntimeError):  # strings, None
         raise ValueError(f"ProjectionStore: ids are {ids!r}; wanted whole numbers, 0 or more.") from None
-    if numbers.numel() and (numbers.dim() != 1 or numbers.dtype not in (torch.int64, torch.int32) or numbers.min() < 0):
+    is_whole = not (numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool)
+    if numbers.numel() and (numbers.dim() != 1 or not is_whole or numbers.min() < 0):
         raise ValueError(f"ProjectionStore: ids are {numbers}; wanted whole numbers, 0 or more, as in range(n).")
     return numbers.to(torch.int64)
 

@@ -65,10 +65,20 @@ def test_what_was_added_is_read(tmp_path: Path) -> None:
     torch.testing.assert_close(store.read(range(SAMPLES)), expected())
     some = torch.tensor([7, 3, 3, 49], dtype=torch.int32)
     torch.testing.assert_close(store.read(some), expected()[some])
+    torch.testing.assert_close(store.read(some.to(torch.uint8)), expected()[some])
     assert store.read([]).shape == (0, DIM)
     ((ids, numbers),) = store.parts()
     torch.testing.assert_close(numbers, expected()[ids])
     assert repr(store) == f"ProjectionStore({str(store.folder)!r}, {store.projection!r}, 50 samples)"
+
+
+def test_a_sample_that_is_named_twice_comes_once(tmp_path: Path) -> None:
+    model, x = mlp(), inputs()
+    store = enn.ProjectionStore(tmp_path, enn.Projection(DIM, seed=3), model)
+    for ids in store.batches([9, 5, 9, 6, 5], 2, progress=False):
+        store.add(ids, grads_of(model, x[ids]))
+        model.zero_grad()
+    assert store.ids.tolist() == [5, 6, 9]
 
 
 def test_the_files_are_plain(tmp_path: Path) -> None:

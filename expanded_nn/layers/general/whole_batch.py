@@ -105,11 +105,12 @@ class WholeBatch:
     def by_known_way(self, ways: Ways) -> Any:
         """The result, if it went a known way."""
         told = self.told
-        if not told.leaves_something:
+        if is_traced() or not told.leaves_something:  # a trace is taken back as a whole
             result, way = self.attempt(self.call.args, self.call.kwargs)
             if way in ways.known:
                 return result
-            self.was_in_vain = told.leaves_something = True  # until the next run tells
+            if not is_traced():
+                self.was_in_vain = told.leaves_something = True  # until the next run tells
             return NotImplemented
         before = Undo([*modules_in(self.module)])
         with before:
