@@ -1,8 +1,9 @@
 """Running a forward again under the same conditions: the same random numbers, and nothing left behind.
 
-What a forward changes is taken back in three ways, as each does what the others cannot. `StateBefore` puts the user's
+What a forward changes is taken back in four ways, as each does what the others cannot. `StateBefore` puts the user's
 own values back in place, those in arguments too. `without_traces` lets the forward work on copies: graphs that are
-alive need the originals untouched. `Traces` puts attributes back, and says whether anything else has changed.
+alive need the originals untouched. `Traces` puts attributes back, and says whether anything else has changed. `Undo` is
+for a forward that seldom has to be taken back: it copies a tensor only where that is changed.
 """
 
 from __future__ import annotations

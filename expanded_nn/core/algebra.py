@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from expanded_nn.core import cost
 from expanded_nn.core.terms import Dense, OneHot, Outer, Products, Term
 
 Block = tuple[int, tuple[Term, ...]]
@@ -121,11 +122,15 @@ def of_pairs(
 def joined(blocks: Sequence[Block]) -> list[Block]:
     """The blocks, with those beside each other put together whose terms are alike; few make few pairs of blocks."""
     groups: list[list[Block]] = []
+    numel = 0  # in the last group
     for block in blocks:
-        if groups and _go_together(groups[-1][0], block):
+        own = sum(term.numel() for term in block[1])
+        numel += own
+        if groups and numel <= cost.JOINED_BLOCKS_NUMEL and _go_together(groups[-1][0], block):
             groups[-1].append(block)
         else:
             groups.append([block])
+            numel = own
     return [group[0] if len(group) == 1 else _as_one(group) for group in groups]
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from expanded_nn.common.modes import running_backward
 from expanded_nn.common.traced import is_traced
+from expanded_nn.core.cost import is_symbol
 from expanded_nn.core.terms import Outer, Term
 from expanded_nn.rows.cell import Cell, Slice
 from expanded_nn.rows.factors import R, Rows, average, scaled_blocks, widened
@@ -184,9 +185,10 @@ def _sliced(rows: Rows, dim: int = 0, start: Any = None, end: Any = None, step: 
 
 
 def _split(rows: Rows, size: int, dim: int = 0) -> Any:
-    starts = range(0, rows.shape[0], max(1, size)) if dim % rows.dim() == 0 else ()
-    parts = [_sliced(rows, 0, start, start + size) for start in starts]
-    return NotImplemented if not parts or NotImplemented in parts else parts
+    if dim % rows.dim() or size < 1 or is_symbol(rows.shape[0]):
+        return NotImplemented
+    parts = [_sliced(rows, 0, start, start + size) for start in range(0, rows.shape[0], size)]
+    return NotImplemented if not parts or any(part is NotImplemented for part in parts) else parts
 
 
 def _indexed(rows: Rows, indices: Sequence[Any]) -> Any:
