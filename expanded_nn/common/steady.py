@@ -14,7 +14,7 @@ import random
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
 from operator import is_
 from types import FunctionType
@@ -316,27 +316,27 @@ class Traces(Attributes):
 
 
 @contextmanager
-def without_traces(module: nn.Module, *, hooks: bool = True) -> Iterator[None]:
-    """Takes back what a forward leaves in the attributes, buffers and parameters of a module, and of those within.
+def without_traces(module: nn.Module, *, hooks: bool = True, updates: bool = False) -> Iterator[None]:
+    """Takes back what a forward leaves in the attributes and buffers of a module, and of those within.
 
     So it does with what it leaves in the attributes of the user's own objects among these, as a tracker of losses, with
-    what its functions keep outside of modules, and with the hooks that it registers on parameters. Without `hooks`, the
-    forward hooks of the modules within it are not called.
+    what its functions keep outside of modules, and with the hooks that it registers on parameters; with `updates` also
+    what it changes in parameters. Without `hooks`, the forward hooks of the modules within it are not called.
     """
     members = [*module.modules()]
     outside = Outside(members)
     before = [(owner, dict(vars(owner))) for owner in (*members, *_objects_of(members))]
     of_parameters = [(parameter, {*_hooks_of(parameter)}) for parameter in module.parameters()]
-    updates = _Updates([parameter for parameter, _ in of_parameters])
+    updated = _Updates([parameter for parameter, _ in of_parameters] if updates else ())
     try:
         for owner, attributes in before:
             vars(owner).update({key: _copied(value) for key, value in attributes.items() if key not in OURS})
             if not hooks and isinstance(owner, nn.Module) and owner is not module:
                 vars(owner).update({key: OrderedDict() for key in _HOOKS})
-        with updates:
+        with updated if updates else nullcontext():
             yield
     finally:
-        updates.take_back()
+        updated.take_back()
         outside.put_back()
         for owner, attributes in before:
             learned = {key: vars(owner)[key] for key in ("_trials",) if key in vars(owner)}

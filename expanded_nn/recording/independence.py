@@ -344,7 +344,7 @@ class Halves:
     def _result(self, forward: Callable[[Any, Any], Any], leaves: list[Any]) -> list[Any]:
         """What is in the result of a forward."""
         args, kwargs = rebuilt(self.arguments, map(_copied, leaves), is_packed)
-        with without_traces(self.module, hooks=False), warnings.catch_warnings():
+        with without_traces(self.module, hooks=False, updates=True), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the forward itself will give them
             return leaves_of(forward(args, kwargs), is_packed)
 
