@@ -433,7 +433,9 @@ class Expanded(PerSampleModule):
         if dim:
             result = function(*(x.transpose(0, dim) for x in moved)).transpose(0, dim)
             return as_no_view(result.contiguous())  # it lies in memory as torch's does
-        result = function(*moved).contiguous()  # as torch's, of which a view is taken
+        result = function(*moved)
+        if result.dim() > 2 and not result.is_contiguous() and result.transpose(0, 1).is_contiguous():
+            result = result.contiguous()  # as torch's, of which a view is taken
         if self._samples_dim and all(x.shape[0] == 1 for x in inputs.values()):
             layout.note_shared_result(self, result, is_new=False)
         return result

@@ -25,7 +25,7 @@ from torch.utils._pytree import (
 
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn.common.batch import FOLDED, contents, may_have_derivatives, unfolded
-from expanded_nn.common.modes import checkpoint_hooks, of_all
+from expanded_nn.common.modes import checkpoint_hooks, of_all, unseen
 from expanded_nn.common.steady import OURS, RandomStates, Traces
 from expanded_nn.common.traced import FirstEager, OnlyEager
 from expanded_nn.layers.general.one_sample import OneSample, ids_of_one_sample, is_of_one_sample
@@ -458,10 +458,14 @@ def memory_order(tensor: Tensor) -> tuple[int, ...]:
 def contiguous_as_plain(result: Any, orders: Sequence[tuple[int, ...]]) -> Any:
     """A forward's result on the whole batch, contiguous where the plain one was, by its `memory_order`."""
     tensors = [result] if type(result) is Tensor else tensors_of(result)
-    if len(orders) != len(tensors) or not any(map(_lacks_order, tensors, orders)):
+    if len(orders) != len(tensors):
         return result
-    pairs = zip(tensors, orders, strict=True)
-    return with_tensors(*flatten(result), [x.contiguous() if _lacks_order(x, order) else x for x, order in pairs])
+    with unseen():
+        lacking = list(map(_lacks_order, tensors, orders))
+    if not any(lacking):
+        return result
+    pairs = zip(tensors, lacking, strict=True)
+    return with_tensors(*flatten(result), [x.contiguous() if lacks else x for x, lacks in pairs])
 
 
 def _lacks_order(tensor: Tensor, order: tuple[int, ...]) -> bool:
