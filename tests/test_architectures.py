@@ -373,8 +373,13 @@ WITHOUT_ATTENTION = {"convnext", "resnet", "mamba"}
 WITHOUT_CHECKPOINTS = {"convnext", "resnet"}
 
 
-def table(but: set[str] = frozenset()) -> list[Any]:  # type: ignore[assignment]
-    return [pytest.param(each, id=name) for name, each in ARCHITECTURES.items() if name not in but]
+def table(but: set[str] = frozenset(), first: int = 0, every: int = 1) -> list[Any]:  # type: ignore[assignment]
+    """All architectures but some; those that are not every second, third, … from the first on are tested as slow."""
+    chosen = [(name, each) for name, each in ARCHITECTURES.items() if name not in but]
+    return [
+        pytest.param(each, id=name, marks=[pytest.mark.slow] * (number % every != first))
+        for number, (name, each) in enumerate(chosen)
+    ]
 
 
 def assert_rows_are_right(
@@ -422,19 +427,19 @@ def test_rows_equal_the_loop_with_as_many_samples_as_positions(architecture: Arc
     assert_rows_are_right(architecture, architecture.build(), architecture.call(4, 4), 4)
 
 
-@pytest.mark.parametrize("architecture", table(WITHOUT_ATTENTION))
+@pytest.mark.parametrize("architecture", table(WITHOUT_ATTENTION, 0, every=3))
 def test_eager_attention(architecture: Architecture) -> None:
     model = architecture.build()
     model.set_attn_implementation("eager")
     assert_rows_are_right(architecture, model, architecture.call(), 3)
 
 
-@pytest.mark.parametrize("architecture", table(WITHOUT_CHECKPOINTS))
+@pytest.mark.parametrize("architecture", table(WITHOUT_CHECKPOINTS, 1, every=3))
 def test_reentrant_checkpointing(architecture: Architecture) -> None:
     assert_right_with_checkpoints(architecture, use_reentrant=True)
 
 
-@pytest.mark.parametrize("architecture", table(WITHOUT_CHECKPOINTS))
+@pytest.mark.parametrize("architecture", table(WITHOUT_CHECKPOINTS, 0, every=3))
 def test_checkpointing(architecture: Architecture) -> None:
     assert_right_with_checkpoints(architecture, use_reentrant=False)
 
@@ -446,7 +451,7 @@ def assert_right_with_checkpoints(architecture: Architecture, *, use_reentrant: 
     assert_rows_are_right(architecture, architecture.build().train(), architecture.call(), 3, prepare)
 
 
-@pytest.mark.parametrize("architecture", table({"resnet"}))
+@pytest.mark.parametrize("architecture", table({"resnet"}, 1, every=3))
 def test_training_with_dropout(architecture: Architecture) -> None:
     model = architecture.build().train()
     for module in model.modules():
@@ -475,7 +480,7 @@ def test_training_of_a_speech_model_after_a_plain_forward() -> None:
         assert converted.hubert.masked_spec_embed.grad.any()
 
 
-@pytest.mark.parametrize("architecture", table())
+@pytest.mark.parametrize("architecture", table(first=2, every=3))
 def test_bfloat16(architecture: Architecture) -> None:
     def half(model: nn.Module, call: Call) -> tuple[nn.Module, Call]:
         return model.bfloat16(), call.map(lambda t: t.bfloat16() if t.is_floating_point() else t)

@@ -183,6 +183,8 @@ class _Sizes:
         self.symbolic = import_module("torch.fx.experimental.symbolic_shapes")  # the import takes a second
         self.env, self.varying = self.symbolic.ShapeEnv(), varying
         self.mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True, static_shapes=not varying)
+        if varying:  # with symbols torch's cache of shapes takes longer than computing them: a trace 0.6 to 1 without
+            self.mode.cache_enabled = False
 
     def without_values(self, tensor: Tensor, number: int = -1) -> Tensor:
         """A tensor like another one, which is an argument if it has a number."""
