@@ -16,7 +16,7 @@ from expanded_nn._errors import (
     refuse_other_kind,
     shown,
 )
-from expanded_nn.common.modes import no_torch_function
+from expanded_nn.common.modes import no_torch_function, version_of
 from expanded_nn.core import cost
 from expanded_nn.core.kronecker import EigenFactors, KroneckerFactors, eigenbasis
 from expanded_nn.core.terms import OneHot
@@ -49,7 +49,6 @@ from expanded_nn.rows.arguments import (
     refuse_strange_factors,
     refuse_strange_mask,
 )
-from expanded_nn.rows.cell import version_of
 from expanded_nn.rows.factors import average, widened
 
 

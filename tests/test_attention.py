@@ -286,6 +286,7 @@ every_case = pytest.mark.parametrize("case", ATTENTION + TRANSFORMERS, ids=lambd
         laws.test_second_derivative_by_the_input,
         laws.test_empty_batch,
         laws.test_two_calls_in_one_pass_add,
+        laws.test_accumulate_grad_false_replaces,
     ],
     ids=lambda law: law.__name__,
 )

@@ -289,7 +289,7 @@ def assert_right(module: nn.Module, *calls: Call, objective: Any = total_loss) -
 @pytest.mark.parametrize("name", TOWERS)
 def test_towers(name: str, kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
-        model = assert_right(built(TOWERS[name](), kind), call(), call(seed=1))
+        model = assert_right(built(TOWERS[name](), kind), call(), call(seed=1), call(seed=2))
         assert runs_whole(model)
         monkeypatch.setattr(cost, "DERIVED_NUMEL", 0)  # what is computed from parameters alone is computed once
 

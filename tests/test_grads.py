@@ -1178,10 +1178,8 @@ def test_inverses_follow_factors_that_are_changed_behind_their_versions() -> Non
 
 
 def test_factors_are_added_to_all_or_to_none() -> None:
-    model, x = (
-        enn.convert(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))).per_sample(keep_factors=True),
-        torch.randn(5, 4),
-    )
+    model = enn.convert(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))).per_sample(keep_factors=True)
+    x = torch.randn(5, 4)
     backward(model, x)
     grads = enn.per_sample_grads(model)
     total, turned = grads.kronecker(), enn.PerSampleGrads({name: grads[name] for name in ("1.weight", "0.weight")})

@@ -191,6 +191,11 @@ def may_have_derivatives(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
+def lies_turned(x: Tensor) -> bool:
+    """Whether a tensor `(B, T, …)` lies in memory as `(T, B, …)`, as what an RNN returns with `batch_first`."""
+    return x.dim() > 2 and not x.is_contiguous() and x.transpose(0, 1).is_contiguous()
+
+
 def in_memory_order(
     function: Callable[..., Any],
     x: Tensor,  # (B, *, *features)
@@ -201,7 +206,7 @@ def in_memory_order(
 
     Where that is `(T, B, …)` there is nothing to copy.
     """
-    if x.dim() < feature_dims + 2 or x.is_contiguous() or not x.transpose(0, 1).is_contiguous():
+    if x.dim() < feature_dims + 2 or not lies_turned(x):
         return function(x, *others)
     results = function(x.transpose(0, 1), *(other.transpose(0, 1) for other in others))
     return tree_map(lambda result: result.transpose(0, 1), results)

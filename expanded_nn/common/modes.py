@@ -148,6 +148,11 @@ def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was changed in place; tensors of `torch.inference_mode` do not count that."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def is_batched(tensor: Tensor) -> bool:
     """Whether a `vmap`, or a backward with `is_grads_batched=True`, maps over a tensor."""
     return torch._C._functorch.is_batchedtensor(tensor) or torch._C._functorch.is_legacy_batchedtensor(tensor)

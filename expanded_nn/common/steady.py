@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from expanded_nn.common.batch import contents, marked_like
 from expanded_nn.common.functions import is_in_place
-from expanded_nn.common.modes import is_batched, unseen
+from expanded_nn.common.modes import is_batched, unseen, version_of
 from expanded_nn.common.outside import NOTHING, Outside, is_users_object, put_back
 from expanded_nn.common.shared import is_parameter
 
@@ -242,7 +242,7 @@ class _Updates(TorchFunctionMode):
 
 
 class Undo:
-    """What a forward leaves, to be taken back: as a context it sees what is changed in place."""
+    """What a forward leaves, to be taken back; `updates` is the context that sees what is changed in place."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
         self.attributes, self.random = Attributes(modules), RandomStates()
@@ -250,13 +250,7 @@ class Undo:
         containers = (value for value in held if isinstance(value, list | set | deque | dict))
         self.containers = [(value, dict(value) if isinstance(value, dict) else list(value)) for value in containers]
         tensors = [x for x in tree_leaves(held) if isinstance(x, Tensor) and not x.requires_grad]
-        self.updates, self.versions = _Updates(tensors), [(x, _version_of(x)) for x in tensors]
-
-    def __enter__(self) -> None:
-        self.updates.__enter__()  # type: ignore[no-untyped-call]
-
-    def __exit__(self, *error: object) -> None:
-        self.updates.__exit__(*error)  # type: ignore[no-untyped-call]
+        self.updates, self.versions = _Updates(tensors), [(x, version_of(x)) for x in tensors]
 
     def has_changed(self) -> bool:
         """Whether there is anything, but for what was drawn from torch's generators."""
@@ -265,7 +259,7 @@ class Undo:
         pairs += [(now, before) if isinstance(now, dict) else (list(now), before) for now, before in self.containers]
         if not all(map(_holds_the_same, *zip(*pairs, strict=True))) or self.random.has_drawn_elsewhere():
             return True
-        return any(_version_of(x) != version for x, version in self.versions)
+        return any(version_of(x) != version for x, version in self.versions)
 
     def put_back(self) -> None:
         """Takes all of it back."""
@@ -274,10 +268,6 @@ class Undo:
         for container, before in self.containers:
             put_back(container, before)
         self.attributes.put_back()
-
-
-def _version_of(x: Tensor) -> int:
-    return 0 if x.is_inference() else x._version
 
 
 def _holds_the_same(now: Any, before: Any) -> bool:

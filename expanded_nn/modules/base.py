@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 from torch.nn.utils import parametrize
 
 from expanded_nn._errors import complaint, named, refuse_other_kind
-from expanded_nn.common.batch import batch_of, data_in, in_order, tensors
+from expanded_nn.common.batch import batch_of, data_in, in_order, lies_turned, tensors
 from expanded_nn.common.containers import listed
 from expanded_nn.common.meanwhile import meanwhile
 from expanded_nn.common.modes import WithoutSelection, is_selective, outside_of_graph, unseen
@@ -434,7 +434,7 @@ class Expanded(PerSampleModule):
             result = function(*(x.transpose(0, dim) for x in moved)).transpose(0, dim)
             return as_no_view(result.contiguous())  # it lies in memory as torch's does
         result = function(*moved)
-        if result.dim() > 2 and not result.is_contiguous() and result.transpose(0, 1).is_contiguous():
+        if lies_turned(result):
             result = result.contiguous()  # as torch's, of which a view is taken
         if self._samples_dim and all(x.shape[0] == 1 for x in inputs.values()):
             layout.note_shared_result(self, result, is_new=False)

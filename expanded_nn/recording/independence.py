@@ -121,10 +121,11 @@ class Halves:
 
     def _has_offsets(self) -> bool:
         """Whether an argument seems to say where bags begin: they are not halved as rows are."""
+        if not any(isinstance(module, nn.EmbeddingBag) for module in self.module.modules()):
+            return False
         whole_numbers = (x for x in self.leaves if _is_dense(x) and x.dtype in (torch.int32, torch.int64) and x.dim())
         starts = (x for x in whole_numbers if x.shape[-1] in (self.batch, self.batch + 1) and not x[..., 0].any())
-        has_starts = any(bool((x.diff() >= 0).all()) for x in starts)
-        return has_starts and any(isinstance(module, nn.EmbeddingBag) for module in self.module.modules())
+        return any(bool((x.diff() >= 0).all()) for x in starts)
 
     def _has_state(self) -> bool:
         """Whether modules keep a tensor for the samples, as the state of a recurrence: half of them have another one.

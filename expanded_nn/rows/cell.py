@@ -8,15 +8,11 @@ from typing import NamedTuple
 from torch import Tensor
 
 from expanded_nn._errors import complaint
+from expanded_nn.common.modes import version_of
 from expanded_nn.core import algebra
 from expanded_nn.core.algebra import Kind
 from expanded_nn.core.terms import Dense, Term
 from expanded_nn.rows.storage import Recycled
-
-
-def version_of(tensor: Tensor) -> int:
-    """How often a tensor was changed in place; tensors of `torch.inference_mode` do not count that."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 class Guarded(NamedTuple):

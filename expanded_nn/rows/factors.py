@@ -10,14 +10,14 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from expanded_nn.common.modes import without_autocast
+from expanded_nn.common.modes import version_of, without_autocast
 from expanded_nn.common.traced import is_traced
 from expanded_nn.core import algebra, cost, kronecker
 from expanded_nn.core.algebra import Kind
 from expanded_nn.core.kronecker import KroneckerFactors
 from expanded_nn.core.positions import gram_by_position, numbers_of_positions
 from expanded_nn.core.terms import Dense, Products, SparseOneHot, Term
-from expanded_nn.rows.cell import Block, Cell, Guarded, version_of
+from expanded_nn.rows.cell import Block, Cell, Guarded
 from expanded_nn.rows.storage import Recycled
 
 R = TypeVar("R", bound="Rows")

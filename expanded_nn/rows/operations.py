@@ -155,7 +155,7 @@ def _chosen(rows: Rows, choose: Callable[[Tensor], Tensor]) -> Any:
         chosen = [(size, tuple(guarded.derived(lambda term: term.map(choose)) for guarded in blocks[0][1]))]
         return rows._like(chosen, (size, *rows.shape[1:]))
     numbers = choose(torch.arange(rows.shape[0], device=rows.device))
-    if is_traced() or not len(blocks) or not len(numbers):
+    if is_traced() or not blocks or not len(numbers):
         return NotImplemented
     ends = torch.tensor([size for size, _ in blocks], device=rows.device).cumsum(0)
     places, counts = torch.bucketize(numbers, ends, right=True).unique_consecutive(return_counts=True)

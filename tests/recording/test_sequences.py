@@ -51,9 +51,9 @@ BOTH_FORMS = [pytest.param(False, id="factored"), pytest.param(True, id="small_r
 @pytest.mark.parametrize("small", BOTH_FORMS)
 def test_random_sequences(small: bool) -> None:
     """The same each time; and that what may happen does happen, and is seldom refused."""
-    happened = play_random(20 * small, 20)
-    assert happened["a backward"] > 60
-    assert happened["clipped"] > 20
+    happened = play_random(30 * small, 30)
+    assert happened["a backward"] > 100
+    assert happened["clipped"] > 30
     assert sum(count for what, count in happened.items() if what.startswith("refused")) < happened["a backward"] / 10
 
 

@@ -50,7 +50,7 @@ class WholeBatch:
         before, number = Undo([*modules_in(self.module)]), turns % self.call.batch
         # first, as both begin with what the call before has left
         alone = self._hidden(_OneAlone, self.module, self.call, number)
-        with before:
+        with before.updates:
             result = self._by_ways()
         if result is NotImplemented or alone.agrees(result):
             return result
@@ -113,7 +113,7 @@ class WholeBatch:
                 self.was_in_vain = told.leaves_something = True  # until the next run tells
             return NotImplemented
         before = Undo([*modules_in(self.module)])
-        with before:
+        with before.updates:
             result, way = self.attempt(self.call.args, self.call.kwargs)
         if way not in ways.known:
             before.put_back()  # what it has counted, drawn and kept, as another forward follows
