@@ -14,13 +14,14 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from expanded_nn import core
-from expanded_nn.core import algebra, cost, geometry, kronecker, parts, patches, positions, sketch, terms
+from expanded_nn.core import algebra, cost, geometry, kronecker, parts, patches, positions, products, sketch, terms
 from expanded_nn.core.algebra import Block, Kind
 from expanded_nn.core.geometry import Geometry
 from expanded_nn.core.parts import Parts
 from expanded_nn.core.patches import Patches
+from expanded_nn.core.products import Products, sum_of_both
 from expanded_nn.core.sketch import Sketch, Totals, TwoSided
-from expanded_nn.core.terms import Dense, Differentiable, OneHot, Outer, PaddedOuter, Products, SparseOneHot, Term
+from expanded_nn.core.terms import Dense, Differentiable, OneHot, Outer, PaddedOuter, SparseOneHot, Term
 
 FOLDER = Path(core.__file__).parent
 B = 3
@@ -569,6 +570,20 @@ def test_products_of_a_factor_in_common_are_made_once() -> None:
     assert calls.count(torch.ops.aten.bmm.default) == 2 + 1 + 2 + 1
 
 
+@pytest.mark.parametrize("many", [127, 128, 129, 130, 131, 257])
+def test_norms_of_many_positions(many: int) -> None:
+    """The products of positions are symmetric: of many only what stands up to the diagonal's panels is made."""
+    case = outer(many, 2 * many + 3, 2 * many + 1)
+    factors = case.factors()
+    made = Products()
+    panels = [made.of(factor, torch.float64) for factor in factors]
+    assert sum(panel[0].numel() for panel in panels[0]) <= (many**2 if many < 128 else 0.65 * many**2)
+    expected = case.twin(*factors).square().sum((1, 2))
+    torch.testing.assert_close(sum_of_both(*panels), expected)
+    assert not case.term(*factors).norms_take_rows
+    assert_traced(lambda *factors: case.term(*factors).squared_norms(), (factors, case.factors()))
+
+
 def test_which_factor_is_the_gradient() -> None:
     term = Outer.of(torch.randn(B, 4, 3), torch.randn(B, 4, 2), torch.float64).padded((1, 0)).scaled(3.0)
     assert (term.of_gradient, term.transposed().of_gradient, term.transposed().transposed().of_gradient) == (0, 1, 0)
@@ -593,6 +608,7 @@ BY_NAME = {
         "kronecker.eigenbasis",
         "terms.sides",
         "terms.outer_products",
+        "products.sum_of_both",
     ),
     *("positions.numbers_of_positions", "positions.gram_by_position", "terms.products_of_positions"),
     *("sketch.transform_length", "algebra.of_pairs", "of_gradient"),
@@ -625,11 +641,13 @@ def test_a_sample_that_one_part_has_no_rows_of() -> None:
 def test_every_function_has_a_case() -> None:
     by_term = {law.partition(" ")[0] for law in LAWS} | set(OF_ONE_KIND) | SIZES
     by_blocks = {f"algebra.{name.partition(' ')[0]}" for name in OF_BLOCKS}
-    names = set().union(*map(public, (terms, parts, patches, algebra, geometry, kronecker, positions, sketch)))
+    names = set().union(
+        *map(public, (terms, parts, patches, algebra, geometry, kronecker, positions, products, sketch))
+    )
     by_path = public(geometry) | {"patches.inner_by_windows", "patches.inner_by_entries", "patches.as_linear"}
     assert names <= by_term | by_blocks | by_path | BY_NAME  # test_paths_of_patches, the tests above
     files = {file.stem for file in FILES} - {"__init__", "cost"}
-    assert files == {"terms", "parts", "patches", "algebra", "geometry", "kronecker", "positions", "sketch"}
+    assert files == {"terms", "parts", "patches", "algebra", "geometry", "kronecker", "positions", "products", "sketch"}
 
 
 def test_paths_of_patches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from expanded_nn.core import cost
-from expanded_nn.core.terms import Dense, OneHot, Outer, Products, Term
+from expanded_nn.core.products import Products
+from expanded_nn.core.terms import Dense, OneHot, Outer, Term
 
 Block = tuple[int, tuple[Term, ...]]
 

@@ -198,6 +198,18 @@ def inner_by_pairs(
     return t * s * (out + features) < max(t, s) * out * features
 
 
+PANELS_OF_POSITIONS, PANELLED_POSITIONS = 4, 128
+
+
+def is_product_of_positions_by_panels(positions: int) -> bool:
+    """Whether the products of all positions with each other, which are symmetric, are made by panels.
+
+    It trades three eighths of the arithmetic against calls. Measured with 64 to 1024 features on an AMD EPYC (Zen 3),
+    on one thread and on two: 1.0 to 1.6 at 64 positions, 1.1 at 96, 0.43 to 0.91 from 128 on.
+    """
+    return not is_symbol(positions) and positions >= PANELLED_POSITIONS
+
+
 def gram_by_pairs(t: int, s: int, out: int, features: int) -> bool:
     """The same for all pairs of rows, for which each row is made dense only once."""
     return t * s * (out + features) < out * features

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from expanded_nn.core.terms import Outer, PaddedOuter, Products, Term
+from expanded_nn.core.products import Products
+from expanded_nn.core.terms import Outer, PaddedOuter, Term
 
 
 class Parts(Term):

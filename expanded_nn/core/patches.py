@@ -20,7 +20,8 @@ from expanded_nn.core.geometry import (
     weight_gradient,
     windows,
 )
-from expanded_nn.core.terms import Outer, Products, Term
+from expanded_nn.core.products import Products
+from expanded_nn.core.terms import Outer, Term
 
 
 class Patches(Term):

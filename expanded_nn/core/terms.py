@@ -17,40 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from expanded_nn.core import cost
+from expanded_nn.core.products import Products, sum_of_both
 
 T = TypeVar("T", bound="Term")
 Other = TypeVar("Other", bound="Term")
-
-
-class Products:
-    """The products of all positions of a factor with each other, kept for the next term that has the same factor.
-
-    Queries, keys and values share their input, the weights of a recurrence the gradient of its gates. A term has two
-    factors, so the products of the last two are kept.
-    """
-
-    def __init__(self) -> None:
-        self._pairs: list[tuple[Tensor, Tensor]] = []  # a factor, which keeps its memory, and its products (B, T, T)
-
-    def of(self, factor: Tensor, dtype: torch.dtype) -> Tensor:
-        """The products, `(B, T, T)`, of a factor `(B, T, features)`, computed in `dtype`."""
-        pair = next((pair for pair in self._pairs if pair[1].dtype == dtype and _is_same_view(pair[0], factor)), None)
-        if pair is None:
-            positions = factor.to(dtype)
-            pair = factor, torch.bmm(positions, positions.mT)
-        self._pairs = [*(earlier for earlier in self._pairs if earlier is not pair), pair][-2:]
-        return pair[1]
-
-
-def _is_same_view(factor: Tensor, other: Tensor) -> bool:
-    """Whether two detached tensors are the same part of the same memory."""
-    return (
-        factor.untyped_storage() is other.untyped_storage()
-        and factor.storage_offset() == other.storage_offset()
-        and factor.shape == other.shape
-        and factor.stride() == other.stride()
-        and factor.dtype == other.dtype
-    )
 
 
 def _matrix(
@@ -358,7 +328,7 @@ class Outer(Term):
             return self.inner(self)
         products = Products() if products is None else products
         by_g, by_a = (products.of(factor, self.dtype) for factor in self.factors)
-        return (by_g * by_a).sum((1, 2)).mul_(self.coefficient).mul_(self.coefficient)
+        return sum_of_both(by_g, by_a).mul_(self.coefficient).mul_(self.coefficient)
 
     def inner(self, other: Term) -> Tensor:
         if self._meets(other, Outer):

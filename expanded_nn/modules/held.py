@@ -16,7 +16,8 @@ from expanded_nn._errors import complaint, refuse_no_model
 from expanded_nn.common.modes import running_backward
 from expanded_nn.common.traced import assume, is_traced, note_recorder
 from expanded_nn.core import cost
-from expanded_nn.core.terms import Differentiable, Products
+from expanded_nn.core.products import Products
+from expanded_nn.core.terms import Differentiable
 from expanded_nn.factored import FactoredTensor, as_factored, as_real, materialized, refuse_hidden
 from expanded_nn.modules.base import Expanded, PerSampleModule, all_parameters, recorders_of
 from expanded_nn.recording.recorder import LIVE, Recorder

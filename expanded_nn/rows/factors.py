@@ -16,7 +16,8 @@ from expanded_nn.core import algebra, cost, kronecker
 from expanded_nn.core.algebra import Kind
 from expanded_nn.core.kronecker import KroneckerFactors
 from expanded_nn.core.positions import gram_by_position, numbers_of_positions
-from expanded_nn.core.terms import Dense, Products, SparseOneHot, Term
+from expanded_nn.core.products import Products
+from expanded_nn.core.terms import Dense, SparseOneHot, Term
 from expanded_nn.rows.cell import Block, Cell, Guarded
 from expanded_nn.rows.storage import Recycled
 
