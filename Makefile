@@ -16,9 +16,10 @@ help: ## this list
 $(READY): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(VENV)/constraints.txt
-	$(BIN)/pip install -c $(VENV)/constraints.txt torch
-	$(BIN)/pip install -c $(VENV)/constraints.txt -e ".[test,examples,docs,dev]"
+	$(BIN)/pip install --no-compile -c $(VENV)/constraints.txt torch
+	$(BIN)/pip install --no-compile -c $(VENV)/constraints.txt -e ".[test,examples,docs,dev]"
 	$(BIN)/pip install --no-deps backpack-for-pytorch==1.7.1 unfoldnd==0.2.3  # asks for a torchvision it does not need
+	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # pip takes one core; a few files are no Python of today
 	@touch $@
 
 demo: $(READY) ## set up, then find the wrong labels among handwritten digits
