@@ -354,9 +354,10 @@ def _as_ids(ids: Sequence[int] | Tensor) -> Tensor:
     except (TypeError, ValueError, RuntimeError):  # strings, None
         raise ValueError(f"ProjectionStore: ids are {ids!r}; wanted whole numbers, 0 or more.") from None
     is_whole = not (numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool)
-    if numbers.numel() and (numbers.dim() != 1 or not is_whole or numbers.min() < 0):
+    whole = numbers.to(torch.int64) if is_whole else numbers  # torch has no least number of a uint32
+    if numbers.numel() and (numbers.dim() != 1 or not is_whole or whole.min() < 0):
         raise ValueError(f"ProjectionStore: ids are {numbers}; wanted whole numbers, 0 or more, as in range(n).")
-    return numbers.to(torch.int64)
+    return whole.to(torch.int64)
 
 
 def _ids(folder: Path) -> Tensor:

@@ -152,6 +152,31 @@ def attribute_of_an_argument(model: nn.Module, wrap: Any) -> Any:
     return call, None
 
 
+def state_of_chance(model: nn.Module, wrap: Any) -> Any:
+    def step(x: Tensor, y: Tensor) -> Any:
+        state = torch.get_rng_state()
+        return trained(model, x + torch.rand_like(x), y), state
+
+    return called(step, wrap)
+
+
+class Listed(list[Any]):
+    """A list with an attribute."""
+
+
+class Pair(tuple[Any, ...]):
+    """A tuple that is made of two items, not of one iterable."""
+
+    def __new__(cls, one: Any, two: Any) -> "Pair":
+        return super().__new__(cls, (one, two))
+
+
+def listed(loss: Tensor) -> Listed:
+    result = Listed([loss])
+    result.double = loss * 2  # type: ignore[attr-defined]
+    return result
+
+
 def result_of(kind: Callable[[Tensor], Any], read: Callable[[Any], Any]) -> Any:
     def program(model: nn.Module, wrap: Any) -> Any:
         compiled = wrap(lambda x, y: kind(trained(model, x, y)))
@@ -167,6 +192,7 @@ EAGER = {
     tensor_in_a_slot: "sets 'mean' to a tensor",
     unscaled: "sets .* to a tensor",
     seed_set: "sets the seed of torch's random numbers",
+    state_of_chance: "reads the state of torch's random numbers",
     argument_with_attributes: "an argument is a tensor with attributes of its own",
     attribute_of_an_argument: "it sets an attribute of a tensor among its arguments",
 }
@@ -176,6 +202,11 @@ RESULTS = {
     "set": (lambda loss: {loss}, lambda result: result.pop(), "it returns a set"),
     "values": (lambda loss: {"loss": loss}.values(), list, "it returns a dict_values"),
     "function": (lambda loss: lambda: loss, lambda result: result(), "it returns a function"),
+    "list with an attribute": (listed, lambda result: [*result, result.double], "it returns a Listed, with attributes"),
+    "tuple made otherwise": (lambda loss: Pair(loss, loss), list, "it returns a Pair, .*constructor of its own"),
+    "sparse": (lambda loss: loss[None].to_sparse(), Tensor.to_dense, "it returns a sparse tensor"),
+    "compressed": (lambda loss: loss[None, None].to_sparse_csr(), Tensor.to_dense, "it returns a sparse tensor"),
+    "meta": (lambda loss: loss.to("meta"), lambda result: result.shape, "or one without values"),
     "partial": (lambda loss: functools.partial(torch.neg, loss), lambda result: result(), "it returns a partial"),
 }
 
@@ -185,6 +216,7 @@ def test_a_step_that_runs_eagerly(program: Any) -> None:
     assert compared(program, EAGER[program]) == 0
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
 @pytest.mark.parametrize("name", RESULTS)
 def test_a_result_that_hides_tensors(name: str) -> None:
     kind, read, reason = RESULTS[name]
@@ -295,7 +327,15 @@ def step_within_a_step(model: nn.Module, wrap: Any) -> Any:
     return called(lambda x, y: (inner(x, y), enn.clip_grad_sample_norms_(model, 0.5)), wrap)
 
 
+def gradients_of_a_transform(model: nn.Module, wrap: Any) -> Any:
+    def step(x: Tensor, y: Tensor) -> Any:
+        return trained(model, x, y), torch.func.grad(lambda z: z.square().sum())(x)
+
+    return called(step, wrap)
+
+
 COMPILED = {
+    gradients_of_a_transform: 1,
     momentum_of_parameters: 1,
     number_of_a_parameter: 2,
     frozen_and_thawed: 2,
@@ -312,6 +352,27 @@ COMPILED = {
 @pytest.mark.parametrize("program", COMPILED, ids=lambda program: program.__name__)
 def test_a_step_that_is_a_graph(program: Any) -> None:
     assert compared(program, None) == COMPILED[program]
+
+
+def test_gradients_that_the_step_clears_at_its_end() -> None:
+    """As where it has an update of its own."""
+    model = enn.convert(perceptron()).per_sample()
+    eager = copy.deepcopy(model)
+
+    def updated(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        trained(model, x, y)
+        norms = enn.clip_grad_sample_norms_(model, 0.5)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(parameter.grad, alpha=0.1)
+                parameter.grad = None
+        return norms
+
+    compiled = enn.compile(functools.partial(updated, model), backend="eager")
+    for number in range(5):
+        torch.testing.assert_close(compiled(*batch(number)), updated(eager, *batch(number)))
+    torch.testing.assert_close(model.state_dict(), eager.state_dict())
+    assert len(graphs(compiled)) > 0
 
 
 @pytest.mark.filterwarnings("ignore:.*each size takes a graph of its own")

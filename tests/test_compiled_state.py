@@ -641,3 +641,27 @@ def test_a_scheduler_takes_its_step_outside() -> None:
     compiled(*batch(0))
     with pytest.raises(enn.PerSampleError, match=r"the step calls ExponentialLR.step\(\); .*after the optimizer"):
         compiled(*batch(0))
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda bound: 2.0 if bound > torch.tensor(0.3) else 1.0,
+        lambda bound: float(torch.tensor(0.9) ** bound),
+        lambda bound: max(bound, torch.tensor(0.3)) * 1.0,
+        lambda bound: 2.0 if torch.equal(bound, torch.tensor(0.3)) else 1.0,
+        lambda bound: 2.0 if torch.equal(bound, bound) else 1.0,
+        lambda bound: [1.0, 2.0][torch.tensor(0) * (bound > 0)],
+    ],
+)
+def test_a_number_of_a_named_tensor_and_one_made_in_the_step(read: Callable[[Tensor], float]) -> None:
+    """Torch could tell it in the trace; it may be another one at the next call."""
+    model, bound = enn.convert(small()).per_sample(), torch.tensor(0.5)
+
+    @enn.compile(backend="eager")
+    def step(x: Tensor, y: Tensor) -> Any:
+        return trained(model, x * read(bound), y)
+
+    step(*batch(4))
+    with pytest.raises(enn.PerSampleError, match="reads a value of a tensor in line"):
+        step(*batch(4))

@@ -1036,6 +1036,19 @@ def a_square_argument() -> None:
     own(lambda self, x, m: (x + torch.from_numpy(noise.normal(size=x.shape))) * self.scale, torch.randn(3, 3))
 
 
+class OnlyPositive(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight if weight.sum() > 0 else -weight
+
+
+@refused(r"^ParametrizedLinear: a parametrization cannot be mapped over the weights .*data-dependent.*remove_param")
+def weights_of_their_own_behind_a_parametrization() -> None:
+    layer = nn.Linear(4, 2)
+    torch.nn.utils.parametrize.register_parametrization(layer, "weight", OnlyPositive())
+    own = {name: weight.detach().expand(3, *weight.shape) for name, weight in layer.named_parameters()}
+    functional_call(enn.convert(layer).per_sample(), own, (torch.randn(3, 4),))
+
+
 @refused(r"^Own: for one sample its forward returns a tensor of shape \(1, 1\); wanted size 1 in dimension 1")
 def a_result_of_one_step_that_is_not_compared() -> None:
     """No plain forward can tell where the weights come with a batch dimension of their own."""

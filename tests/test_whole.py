@@ -1422,3 +1422,51 @@ def test_results_are_contiguous_where_the_plain_ones_are(name: str) -> None:
         model.zero_grad()
         total_loss(model, call).backward()
         assert_close_rows(rows_of(model), loop(module, call, B))
+
+
+def scaled(*shape: int) -> Callable[[], nn.Module]:
+    return own(lambda self, x: x * self.w, shape)
+
+
+@pytest.mark.parametrize("steps", range(4))
+@pytest.mark.parametrize("history", [False, True])
+@pytest.mark.parametrize(
+    ("make", "x"),
+    [
+        (scaled(), values(D, D)),
+        (lambda: nn.Sequential(nn.Linear(D, D), scaled()()).double(), values(D, D)),
+        (scaled(D), values(B, B, D)),
+        (lambda: nn.Sequential(nn.Linear(D, D), scaled(D)()).double(), values(B, B, D)),
+        (scaled(3, 4), values(1, 3, 1)),
+        (own(lambda self, x: torch.tanh(self.inner(x) * self.w), (D,), inner=nn.Linear(2, D)), values(1, 2)),
+        (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(D, D)).double(), values(B, D)),
+        (lambda: nn.utils.parametrizations.weight_norm(nn.Conv1d(D, 2, 2)).double(), values(B, D, T)),
+    ],
+    ids=[
+        "number",
+        "number behind a layer",
+        "by feature",
+        "behind a layer",
+        "one",
+        "one, around a layer",
+        "norm",
+        "conv",
+    ],
+)
+def test_weights_of_each_sample_after_steps(
+    make: Callable[[], nn.Module], x: Tensor, history: bool, steps: int
+) -> None:
+    """What is known of the forward with one weight for all says nothing of one for each."""
+    plain = make()
+    model = enn.convert(plain).per_sample()
+    for _ in range(steps):
+        model(x).square().flatten(1).sum(1).mean().backward()
+        model.zero_grad()
+    given = {name: values(len(x), *weight.shape).requires_grad_() for name, weight in plain.named_parameters()}
+    weights = {name: weight * 1 for name, weight in given.items()} if history else given
+    found = torch.func.functional_call(model, weights, (x,))
+    of_each = [{name: weight[i] for name, weight in given.items()} for i in range(len(x))]
+    expected = torch.cat([torch.func.functional_call(plain, w, (x[i : i + 1],)) for i, w in enumerate(of_each)])
+    torch.testing.assert_close(found, expected)
+    grads = [torch.autograd.grad(output.sin().sum(), [*given.values()]) for output in (found, expected)]
+    torch.testing.assert_close(*grads)

@@ -281,6 +281,7 @@ def run_beside(
 
 def _add_rows(comparison: Comparison, rows: RecorderRows, results: Sequence[Any]) -> None:
     """Adds the rows of the passes that a graph leaves."""
+    rows.recorder.drop_outdated_rows()  # as the trace has, where the step has cleared `.grad` at its end
     held = [*rows.recorder.store.held.values()]
     count = len(rows.passes)
     if len(held) < count or (len(held) > count and not rows.appends):

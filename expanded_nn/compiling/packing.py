@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from expanded_nn.common.batch import contents
 from expanded_nn.common.traced import OnlyEager
+from expanded_nn.compiling.names import is_the_users
 from expanded_nn.core.kronecker import EigenFactors, KroneckerFactors
 from expanded_nn.core.terms import Term
 from expanded_nn.factored import FactoredTensor
@@ -54,6 +55,8 @@ def packed(value: Any, parts: list[Any], counts: Mapping[int, Tensor] = _NO_COUN
         items.append(_packed_count(counts.get(id(value), value.count), parts))
         return lambda new_parts: cls(*(item(new_parts) for item in items))
     if isinstance(value, list | tuple):
+        if not hasattr(value, "_fields") and _is_made_in_another_way(value):
+            raise OnlyEager(f"it returns a {cls.__name__}, with attributes or a constructor of its own (return a list)")
         items = [packed(item, parts, counts) for item in value]
         if hasattr(value, "_fields"):
             return lambda new_parts: cls(*(item(new_parts) for item in items))
@@ -116,6 +119,13 @@ def containers(value: Any) -> Iterator[Any]:
         yield value
     for item in list(items_of(value).values()):
         yield from containers(item)
+
+
+def _is_made_in_another_way(value: Any) -> bool:
+    """Whether a list or tuple of the user's class cannot be made from its items alone."""
+    cls: Any = type(value)
+    makes = cls.__new__ not in (list.__new__, tuple.__new__) or cls.__init__ not in (list.__init__, tuple.__init__)
+    return is_the_users(cls) and (makes or bool(getattr(value, "__dict__", None)))
 
 
 def has_items(value: Any) -> bool:

@@ -276,6 +276,8 @@ class _Body:
             if not all(name.startswith("_") for name in new_names):
                 raise OnlyEager("it sets an attribute of a tensor among its arguments (return what it sets)")
             self.outcome.result = packed(result, results)
+            if any(isinstance(x, Tensor) and (x.layout is not torch.strided or x.is_meta) for x in results):
+                raise OnlyEager("it returns a sparse tensor or one without values (return the numbers in it)")
             _refuse_missing_backward(results, recorders)
             self.outcome.note_grads(owners, before, versions, results)
             for recorder, hidden_count in zip(recorders, hidden_counts, strict=True):

@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import get_innermost_proxy_mode, get_proxy_slot
 from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,7 +22,7 @@ from torch.utils.weak import TensorWeakRef
 from expanded_nn._errors import LIBRARIES, PerSampleError, complaint
 from expanded_nn.common.functions import SIZES
 from expanded_nn.common.meanwhile import meanwhile
-from expanded_nn.common.modes import running_backward
+from expanded_nn.common.modes import has_no_values, running_backward
 from expanded_nn.common.traced import OnlyEager, assume, is_traced, note_zeroed
 from expanded_nn.factored import FactoredTensor, is_hidden
 from expanded_nn.recording.callers import is_called_by_libraries, line_of_user, text_of
@@ -77,14 +78,14 @@ class Operations(TorchDispatchMode):
                 note_zeroed(tensor)
         # an operation on tensors with values alone, such as `weight.mul_(0.9)`, is computed in spite of the trace
         real = [leaf for leaf in tree_leaves((args, kwargs)) if _has_values(leaf)]
+        if real and torch.Tag.data_dependent_output in func.tags:
+            raise reading(text_of(line_of_user()))
         if real and func._schema.is_mutable:
             with no_dispatch(), torch.no_grad():
                 self.changed += [(tensor, tensor._version, tensor.detach().clone()) for tensor in real]
         result = func(*args, **kwargs)
         if real and func not in _LIFT:
-            for tensor in tree_leaves(result):
-                if isinstance(tensor, FakeTensor):
-                    tensor.constant = None  # its value may be another at the next call
+            _forget_values(result)
         line = line_of_user()
         for tensor in result if isinstance(result, list | tuple) else [result]:
             if isinstance(tensor, Tensor) and not any(tensor is arg for arg in args):  # no argument changed in place
@@ -118,12 +119,23 @@ class Operations(TorchDispatchMode):
 
 
 def _is_fake(tensor: Tensor) -> bool:
-    """Whether a tensor has no values, or is made of such."""
-    return isinstance(tensor, FakeTensor | FactoredTensor)
+    """Whether a tensor has no values, is made of such, or stands for one within a function transform."""
+    return isinstance(tensor, FakeTensor | FactoredTensor) or has_no_values(tensor)
 
 
 def _has_values(value: object) -> bool:
     return isinstance(value, Tensor) and not _is_fake(value)
+
+
+def _forget_values(result: object) -> None:
+    """Tensors that torch could make numbers of have no values then: these may be others at the next call."""
+    mode = get_innermost_proxy_mode()
+    for tensor in tree_leaves(result):
+        if isinstance(tensor, FakeTensor):
+            tensor.constant = None
+            proxy: Any = None if mode is None else get_proxy_slot(tensor, mode.tracer, None)
+            if proxy is not None:
+                proxy.constant = None
 
 
 def _number_of_tensor() -> str:
@@ -196,6 +208,8 @@ class Generator:
         self._generator, self._thread = torch.default_generator, get_ident()
 
     def __getattr__(self, name: str) -> Any:
+        if name == "get_state" and get_ident() == self._thread and not is_called_by_libraries(torch.get_rng_state):
+            raise OnlyEager("it reads the state of torch's random numbers")
         if name not in ("set_state", "manual_seed", "seed") or get_ident() != self._thread:
             return getattr(self._generator, name)
         if name != "set_state":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial, update_wrapper
@@ -11,9 +11,7 @@ from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.fx import GraphModule
-from torch.nn.utils import parametrize
 
 from expanded_nn._errors import complaint, named, refuse_other_kind
 from expanded_nn.common.batch import batch_of, data_in, in_order, lies_turned, tensors
@@ -24,9 +22,9 @@ from expanded_nn.common.shared import as_no_view, stood_for
 from expanded_nn.modules import layout
 from expanded_nn.modules.twin_class import as_plain_graph, reduced_twin, twin_class, unpickled_graph, untouched
 from expanded_nn.recording.escalate import Learned
-from expanded_nn.recording.expand import Recompute
 from expanded_nn.recording.lift import lifted
 from expanded_nn.recording.order import Order
+from expanded_nn.recording.parametrized import computed_again, of_each_sample, parametrization_of
 from expanded_nn.recording.recorder import Forward, Recorder, Settings, modules_in
 from expanded_nn.recording.settings import refusing_other_settings
 
@@ -369,25 +367,12 @@ class Expanded(PerSampleModule):
         """
         parameter = getattr(self, name)
         if parameter is None or self._is_batched(name, parameter):
-            return parameter
+            parametrization = None if parameter is None else parametrization_of(self, name)
+            return parameter if parametrization is None else of_each_sample(self.qualified_name, parametrization)
         if self._recorder is None or not torch.is_grad_enabled() or self._recorder.current_pass is None:
             return parameter.expand(self.pass_batch_size, *parameter.shape)
-        return self._recorder.expand(parameter, None if parameter.is_leaf else self._again(name))
-
-    def _again(self, name: str) -> Recompute | None:
-        """A function that computes a parametrized weight from other values of its parameters."""
-        if not parametrize.is_parametrized(self, name):
-            return None
-        parametrization = cast(nn.Module, self.parametrizations[name])  # type: ignore[index]
-
-        def again(leaves: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
-            value_of = {id(leaf): value for leaf, value in zip(leaves, values, strict=True)}
-            named = {key: value_of[id(own)] for key, own in parametrization.named_parameters() if id(own) in value_of}
-            # spectral_norm takes a step of its iteration in every training forward
-            with meanwhile(*parametrization.modules(), training=False):
-                return cast(Tensor, functional_call(parametrization, named, ()))
-
-        return again
+        parametrization = None if parameter.is_leaf else parametrization_of(self, name)
+        return self._recorder.expand(parameter, None if parametrization is None else computed_again(parametrization))
 
     @property
     def pass_batch_size(self) -> int:

@@ -35,7 +35,7 @@ from expanded_nn.common.steady import RandomStates, WithoutChance, attributes_of
 from expanded_nn.common.traced import wait_for_values
 from expanded_nn.factored import FactoredTensor
 from expanded_nn.recording.graph import graph_of, leaves_behind
-from expanded_nn.recording.lift import parameters_of, swapped
+from expanded_nn.recording.lift import has_guests, parameters_of, swapped
 from expanded_nn.recording.sharded import is_sharded
 
 MEET = -1  # in place of a dimension
@@ -117,7 +117,8 @@ class Halves:
     def may_run(self) -> bool:
         """Whether the arguments can be copied, and a sample taken from them."""
         has_samples = self.batch > 1 and self.dims.count(None) < len(self.dims) and not self._has_offsets()
-        return has_samples and not any(map(is_sharded, self.module.modules())) and all(map(_is_open, self.leaves))
+        is_plain = not any(map(is_sharded, self.module.modules())) and not has_guests(self.module)
+        return has_samples and is_plain and all(map(_is_open, self.leaves))
 
     def _has_offsets(self) -> bool:
         """Whether an argument seems to say where bags begin: they are not halved as rows are."""

@@ -19,6 +19,11 @@ from expanded_nn.common.steady import WithoutDropout
 Slot = tuple[nn.Module, str]
 
 
+def has_guests(module: nn.Module) -> bool:
+    """Whether parameters that no layer has were replaced by some with a value per sample, as by `functional_call`."""
+    return any(hasattr(type(inner), "_guests") and bool(cast(Any, inner)._guests()) for inner in module.modules())
+
+
 def parameters_of(modules: Iterable[nn.Module]) -> dict[Slot, Tensor]:
     """The parameters of some modules, by where they are."""
     held = ((module, name, value) for module in modules for name, value in module._parameters.items())

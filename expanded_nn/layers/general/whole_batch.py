@@ -26,7 +26,7 @@ from expanded_nn.layers.general.owners import Owners
 from expanded_nn.layers.general.plain import Plain
 from expanded_nn.layers.general.trial import NO_WAYS, Trial, Way, Ways
 from expanded_nn.layers.general.whole import Run
-from expanded_nn.recording.lift import Slot, swapped
+from expanded_nn.recording.lift import Slot, has_guests, swapped
 from expanded_nn.recording.recorder import modules_in
 
 
@@ -68,7 +68,8 @@ class WholeBatch:
         if recorder is None or recorder.forward is None:  # with weights that come with a batch dimension
             return False
         have_samples_first = 0 in call.dims and {*call.dims} <= {0, None, FOLDED}
-        return have_samples_first and self.suits() and self.told.ways.get(call.kind_of_ways()) != NO_WAYS
+        knows_a_way = self.told.ways.get(call.kind_of_ways()) != NO_WAYS
+        return have_samples_first and knows_a_way and self.suits() and not has_guests(self.module)
 
     def suits(self) -> bool:
         """Whether the module, as it is now, may run so at all."""
