@@ -1,8 +1,10 @@
 """`enn.compile`: the numbers that a step finds by names, in whatever holds them, are those of the call."""
 
+import collections
 import gc
 import importlib
 import itertools
+import json
 import operator
 import os
 import sys
@@ -204,6 +206,12 @@ class Pair(NamedTuple):
 
 class OfClass:
     limit = 1.0
+
+
+def weighing() -> OfClass:
+    term = OfClass()
+    term.own = 1.0  # type: ignore[attr-defined]
+    return term
 
 
 def scale(values: Any, place: Any) -> None:
@@ -741,6 +749,26 @@ HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], float], Callable[[Any],
         lambda held: float(of_environment("LIMIT", "0")),
         lambda held: os.environ.update(LIMIT="0.1"),
     ),
+    "count_of_all": (
+        lambda: collections.Counter(named=1, other=1),
+        lambda held: held["named"] / held.total(),
+        lambda held: held.update(other=9),
+    ),
+    "text_of_all": (
+        lambda: {"named": 1.0, "other": 1.0},
+        lambda held: held["named"] / len(json.dumps(held)),
+        lambda held: held.update(other=10000),
+    ),
+    "method_of_an_array": (
+        lambda: np.ones(1).item,
+        lambda held: held(),
+        lambda held: held.__self__.fill(0.1),
+    ),
+    "object_as_a_key": (
+        lambda: {weighing(): 1.0},
+        lambda held: sum(key.own for key in held),
+        lambda held: setattr(next(iter(held)), "own", 0.1),
+    ),
     "optimizer": (
         lambda: torch.optim.SGD([torch.zeros(1)], lr=1.0),
         lambda held: held.param_groups[0]["lr"],
@@ -869,6 +897,24 @@ def test_a_method_that_is_compiled_in_its_class(place: str) -> None:
             results.append(run(x, y))
         assert_same(*results)
     assert len(graphs(Decorated.step)) == before + 2
+
+
+@pytest.mark.parametrize(
+    ("held", "read"),
+    [
+        ({"own": 1.0}.values(), sum),
+        (memoryview(bytearray(b"\1")), lambda held: held[0]),
+        (np.array([{"own": 1.0}], dtype=object), lambda held: held[0]["own"]),
+    ],
+)
+def test_what_shows_others_runs_eagerly(held: Any, read: Callable[[Any], float]) -> None:
+    model, (x, y) = enn.convert(small()).per_sample(), samples(4)[0]
+    step = enn.compile(lambda x, y: classified(model, x * read(held), y), backend="eager")
+    with pytest.warns(enn.PerSampleWarning, match=f"it refers to a {type(held).__name__}, in which a change"):
+        step(x, y)
+    model.zero_grad()
+    step(x, y)
+    assert graphs(step) == []
 
 
 def test_an_iterator_runs_eagerly() -> None:

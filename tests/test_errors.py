@@ -1576,6 +1576,19 @@ def a_step_that_reads_values() -> None:
     compiled_twice(change)
 
 
+@refused(
+    r"^enn\.compile: the step reads a value of a tensor in line \d+ of .*: scale = 2 if torch\.equal\(bound, one\)"
+)
+def a_step_that_compares_tensors_of_others() -> None:
+    bound, one = torch.ones(3), torch.ones(3)
+
+    def change(model: nn.Module, x: Tensor) -> None:
+        scale = 2 if torch.equal(bound, one) else 1
+        (scale * model(x)).square().sum().backward()
+
+    compiled_twice(change)
+
+
 @refused(r"^enn\.compile: the step reads a value of a tensor in line \d+ of .*losses\.append.*return the tensor")
 def a_step_that_keeps_values() -> None:
     losses: list[float] = []

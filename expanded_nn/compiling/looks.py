@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache, partial
+from functools import partial
 from io import IOBase
 from operator import attrgetter, itemgetter
 from types import BuiltinFunctionType, BuiltinMethodType, FunctionType, MappingProxyType, MethodType, ModuleType
@@ -30,13 +30,14 @@ from expanded_nn.compiling.names import (
     Referred,
     Variable,
     constants,
+    finds_attributes,
     is_the_users,
     is_written_by_users,
-    names_in_class,
+    names_in_library,
     set_by_users,
 )
 from expanded_nn.compiling.seen import Seen
-from expanded_nn.compiling.state import State, bytes_of, has_numbers, is_of_trace, slots_of
+from expanded_nn.compiling.state import State, bytes_of, has_numbers, is_of_trace, shows_others, slots_of
 from expanded_nn.factored import FactoredTensor
 from expanded_nn.recording.recorder import Recorder, recorder_of
 
@@ -45,7 +46,6 @@ MOST_NUMBERS = 100_000  # of an array; a step with a larger one runs eagerly
 MOST_PARTS = 10_000  # lists, dicts and objects; a step with more runs eagerly
 MOST_DEPTH = 100  # of objects within objects; what is deeper counts by its identity
 _NUMBERS = {bool, int, float, complex}
-_SHARED_NUMBERS = "multiprocessing.sharedctypes"  # whose properties are made by `exec`
 _OF_PYDANTIC = "__pydantic_private__", "__pydantic_extra__"  # where its objects have some of their attributes
 _WHOLE = Tensor | nn.Module  # what counts by its identity, whatever it holds
 
@@ -138,7 +138,7 @@ class Look:
             return by_identity(value)
         if isinstance(value, MethodType):
             return cls, self._key(value.__self__), self._key(value.__func__)
-        if isinstance(value, BuiltinMethodType) and isinstance(value.__self__, list | dict | set | deque):
+        if isinstance(value, BuiltinMethodType) and _is_looked_into(value.__self__):
             return cls, value.__name__, self._key(value.__self__)
         if isinstance(value, ReferenceType):
             return cls, self._key(value())
@@ -171,6 +171,12 @@ class Look:
             return cls, self._of_items(value), of_object
         if isinstance(value, dict | MappingProxyType):
             return by_identity(value), self._of_dict(value), of_object
+        if shows_others(value):
+            self.unseen = (
+                f"it refers to a {cls.__name__}, in which a change would not be seen (refer to the dict, or put what "
+                "counts into a list)"
+            )
+            return by_identity(value)
         if has_numbers(value):
             return self._of_array(value)
         if isinstance(value, Iterator) and not isinstance(value, IOBase):
@@ -208,9 +214,11 @@ class Look:
         named = [key for key in held if isinstance(key, str) and key in words]
         if (id(value), None) in self._changing:
             return self._of_places(value, value, itemgetter, named)
-        keys = tuple(map(_outside, held))
+        keys: tuple[Hashable, ...] = tuple(map(_outside, held))
         self.items[id(value), None] = value, keys
-        if len(value) > MOST_ITEMS:
+        if len(value) <= MOST_ITEMS:
+            keys += tuple(self._key(key) for key in held if is_the_users(type(key)))
+        else:
             self.seen.note_items(value.values())
             items = tuple(map(_outside, value.values()))
             return keys, items, self._of_places(value, value, itemgetter, named)
@@ -233,8 +241,8 @@ class Look:
             names = Names(names.words if looks_into else names.words - {"state"})
         elif isinstance(value, Distribution | Transform):
             names = names.joined(Names(frozenset(_parameters_of(value))))
-        elif _finds_attributes(cls):
-            names = names.joined(_names_in_library(cls))
+        elif finds_attributes(cls):
+            names = names.joined(names_in_library(cls))
         classes = (*value.__mro__, *cls.__mro__) if isinstance(value, type) else cls.__mro__
         self.code.update(dict.fromkeys(list(filter(is_the_users, classes[:-1]))[:1]))
         keys: list[Hashable] = []
@@ -478,19 +486,9 @@ def is_number(value: Any) -> bool:
     return type(value).__module__ == "numpy" and hasattr(value, "dtype") and not hasattr(value, "__setitem__")
 
 
-@cache
-def _finds_attributes(cls: type) -> bool:
-    """Whether a class has methods that find attributes or items, which it may keep under other names."""
-    return cls.__module__ == _SHARED_NUMBERS or any(hasattr(cls, name) for name in ("__getattr__", "__getitem__"))
-
-
-@cache
-def _names_in_library(cls: type) -> Names:
-    """What the methods that a class has from libraries refer to."""
-    names = Names()
-    for base in cls.__mro__:
-        names = names if is_the_users(base) else names.joined(names_in_class(base))
-    return names
+def _is_looked_into(owner: object) -> bool:
+    """Whether the owner of a bound method has items or numbers."""
+    return isinstance(owner, list | dict | set | deque) or has_numbers(owner)
 
 
 def _ids_of_results(function: Any) -> list[int]:

@@ -33,6 +33,7 @@ PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), range, tor
 _NOT_THE_USERS = *NOT_THE_USERS, *MADE_BY_LIBRARIES
 
 _OF_ANY_MODULE = {*vars(nn.Module()), *OWN_STATE}
+_SHARED_NUMBERS = "multiprocessing.sharedctypes"  # whose properties are made by `exec`
 _GETTERS: Any = attrgetter | itemgetter | methodcaller
 _ENVIRONMENT = os.environ, os.getenv
 _OURS = __name__.partition(".")[0]
@@ -50,6 +51,7 @@ _TAKE_ANY_ATTRIBUTE |= {"model_dump", "model_dump_json", "model_copy", "to_dict"
 _SET_ANY_ATTRIBUTE = {"setattr", "delattr", "__setattr__", "__delattr__"}
 _WITHOUT_ATTRIBUTES = {"builtins", "typing", "abc"}  # the classes of these modules set none
 _TAKE_ANY_ITEM = {"get", "pop", "values", "items", "keys", "copy", "update", "itemgetter", "getitem", "__getitem__"}
+_TAKE_ANY_ITEM |= {"repr", "dumps", "format_map", "total", "most_common", "elements"}
 _TAKE_ANY_GLOBAL = {"globals", "eval", "exec"}
 _TAKE_ANY_MODULE = {"import_module", "__import__", "modules"}
 
@@ -469,3 +471,18 @@ def _contents(cells: Sequence[CellType]) -> list[Any]:
         return [*map(_CONTENT, cells)]
     except ValueError:  # one is not filled yet
         return [value_in(cell, "cell_contents") for cell in cells]
+
+
+@cache
+def finds_attributes(cls: type) -> bool:
+    """Whether a class has methods that find attributes or items, which it may keep under other names."""
+    return cls.__module__ == _SHARED_NUMBERS or any(hasattr(cls, name) for name in ("__getattr__", "__getitem__"))
+
+
+@cache
+def names_in_library(cls: type) -> Names:
+    """What the methods that a class has from libraries refer to."""
+    names = Names()
+    for base in cls.__mro__:
+        names = names if is_the_users(base) else names.joined(names_in_class(base))
+    return names

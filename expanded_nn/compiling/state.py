@@ -6,7 +6,7 @@ import ctypes
 import gc
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MappingView
 from contextvars import ContextVar
 from copy import copy
 from functools import cache, partial
@@ -198,6 +198,12 @@ def has_numbers(value: Any) -> bool:
     cls: Any = type(value)
     is_of_numpy = cls.__module__ == "numpy" and hasattr(value, "tobytes") and hasattr(value, "__setitem__")
     return is_of_numpy or isinstance(value, _ARRAYS | NUMBERS_OF_C)
+
+
+def shows_others(value: Any) -> bool:
+    """Whether it shows what another object holds, or holds objects that its bytes do not tell."""
+    is_of_objects = has_numbers(value) and getattr(getattr(value, "dtype", None), "hasobject", False)
+    return isinstance(value, MappingView | memoryview) or is_of_objects
 
 
 def bytes_of(value: Any) -> bytes:
