@@ -31,6 +31,7 @@ from expanded_nn.recording.leaf import Leaf, Published
 READ = torch.ops.aten._local_scalar_dense.default
 _SHOWN = {Tensor.__repr__, Tensor.__format__, Tensor.numpy, Tensor.__array__, Tensor.tolist}
 _NUMBER = {Tensor.item, Tensor.__float__, Tensor.__int__, Tensor.__bool__, Tensor.__index__}
+_EQUAL = {torch.equal, Tensor.equal}
 _MAKES = {torch.tensor, torch.as_tensor, torch.asarray}
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _OF_GRAD = {cast(Any, Tensor.grad).__get__, cast(Any, Tensor.grad).__set__}
@@ -78,8 +79,6 @@ class Operations(TorchDispatchMode):
                 note_zeroed(tensor)
         # an operation on tensors with values alone, such as `weight.mul_(0.9)`, is computed in spite of the trace
         real = [leaf for leaf in tree_leaves((args, kwargs)) if _has_values(leaf)]
-        if real and torch.Tag.data_dependent_output in func.tags:
-            raise reading(text_of(line_of_user()))
         if real and func._schema.is_mutable:
             with no_dispatch(), torch.no_grad():
                 self.changed += [(tensor, tensor._version, tensor.detach().clone()) for tensor in real]
@@ -169,6 +168,8 @@ class Readings(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _SHOWN or (func in _NUMBER and not isinstance(args[0], FakeTensor)):
+            raise reading(text_of(line_of_user()))
+        if func in _EQUAL and any(map(_has_values, args)) and not is_called_by_libraries(func):
             raise reading(text_of(line_of_user()))
         if func == _SET_DATA and not _is_fake(args[0]):
             raise OnlyEager("it sets .data of a tensor anew (change it in place under torch.no_grad(), p.sub_(...))")

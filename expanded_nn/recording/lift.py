@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from expanded_nn.common.modes import function_modes, is_batched, transforms
+from expanded_nn.common.modes import function_modes, is_batched, transforms, unseen
 from expanded_nn.common.shared import stand_in, stood_for
 from expanded_nn.common.steady import WithoutDropout
 
@@ -21,7 +21,8 @@ Slot = tuple[nn.Module, str]
 
 def has_guests(module: nn.Module) -> bool:
     """Whether parameters that no layer has were replaced by some with a value per sample, as by `functional_call`."""
-    return any(hasattr(type(inner), "_guests") and bool(cast(Any, inner)._guests()) for inner in module.modules())
+    with unseen():
+        return any(hasattr(type(inner), "_guests") and bool(cast(Any, inner)._guests()) for inner in module.modules())
 
 
 def parameters_of(modules: Iterable[nn.Module]) -> dict[Slot, Tensor]:
