@@ -214,11 +214,9 @@ class Look:
         named = [key for key in held if isinstance(key, str) and key in words]
         if (id(value), None) in self._changing:
             return self._of_places(value, value, itemgetter, named)
-        keys: tuple[Hashable, ...] = tuple(map(_outside, held))
+        keys = tuple(map(_outside, held))
         self.items[id(value), None] = value, keys
-        if len(value) <= MOST_ITEMS:
-            keys += tuple(self._key(key) for key in held if is_the_users(type(key)))
-        else:
+        if len(value) > MOST_ITEMS:
             self.seen.note_items(value.values())
             items = tuple(map(_outside, value.values()))
             return keys, items, self._of_places(value, value, itemgetter, named)
@@ -226,7 +224,8 @@ class Look:
             named += [key for key in held if not isinstance(key, str)]
         else:
             named = held
-        return keys, self._of_places(value, value, itemgetter, named)
+        of_keys = tuple(self._key(key) for key in held if is_the_users(type(key)))
+        return keys, of_keys, self._of_places(value, value, itemgetter, named)
 
     def _of_object(self, value: Any) -> Hashable:
         """The key of what counts among the attributes."""

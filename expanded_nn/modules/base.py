@@ -366,8 +366,10 @@ class Expanded(PerSampleModule):
         it is.
         """
         parameter = getattr(self, name)
-        if parameter is None or self._is_batched(name, parameter):
-            parametrization = None if parameter is None else parametrization_of(self, name)
+        if parameter is None:
+            return None
+        if self._is_batched(name, parameter):
+            parametrization = parametrization_of(self, name)
             return parameter if parametrization is None else of_each_sample(self.qualified_name, parametrization)
         if self._recorder is None or not torch.is_grad_enabled() or self._recorder.current_pass is None:
             return parameter.expand(self.pass_batch_size, *parameter.shape)

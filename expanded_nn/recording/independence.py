@@ -117,7 +117,7 @@ class Halves:
     def may_run(self) -> bool:
         """Whether the arguments can be copied, and a sample taken from them."""
         has_samples = self.batch > 1 and self.dims.count(None) < len(self.dims) and not self._has_offsets()
-        is_plain = not any(map(is_sharded, self.module.modules())) and not has_guests(self.module)
+        is_plain = not any(map(is_sharded, self.module.modules())) and not has_guests(self.module.modules())
         return has_samples and is_plain and all(map(_is_open, self.leaves))
 
     def _has_offsets(self) -> bool:

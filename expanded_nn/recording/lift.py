@@ -19,10 +19,10 @@ from expanded_nn.common.steady import WithoutDropout
 Slot = tuple[nn.Module, str]
 
 
-def has_guests(module: nn.Module) -> bool:
+def has_guests(modules: Iterable[nn.Module]) -> bool:
     """Whether parameters that no layer has were replaced by some with a value per sample, as by `functional_call`."""
     with unseen():
-        return any(hasattr(type(inner), "_guests") and bool(cast(Any, inner)._guests()) for inner in module.modules())
+        return any(hasattr(type(module), "_guests") and bool(cast(Any, module)._guests()) for module in modules)
 
 
 def parameters_of(modules: Iterable[nn.Module]) -> dict[Slot, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import cast
 
 import torch
@@ -29,9 +30,7 @@ def computed_again(parametrization: nn.Module) -> Recompute:
     def again(leaves: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
         value_of = {id(leaf): value for leaf, value in zip(leaves, values, strict=True)}
         named = {key: value_of[id(own)] for key, own in parametrization.named_parameters() if id(own) in value_of}
-        # spectral_norm takes a step of its iteration in every training forward
-        with meanwhile(*parametrization.modules(), training=False):
-            return cast(Tensor, functional_call(parametrization, named, ()))
+        return _computed(parametrization, named)
 
     return again
 
@@ -45,9 +44,8 @@ def of_each_sample(who: str, parametrization: nn.Module) -> Tensor:  # (B, *shap
     # those that `functional_call` has put there are no parameters, the module's own are
     dims = {key: None if isinstance(own, nn.Parameter) else 0 for key, own in parameters.items()}
     try:
-        with meanwhile(*parametrization.modules(), training=False), quiet_fallbacks():
-            weights = torch.vmap(lambda values: functional_call(parametrization, values, ()), (dims,))(parameters)
-            return cast(Tensor, weights)
+        with quiet_fallbacks():
+            return torch.vmap(partial(_computed, parametrization), (dims,))(parameters)
     except (RuntimeError, ValueError) as error:
         raise complaint(
             who,
@@ -55,3 +53,9 @@ def of_each_sample(who: str, parametrization: nn.Module) -> Tensor:  # (B, *shap
             "operations that torch.vmap maps, on weights that are no nn.Parameter",
             "Call remove_parametrizations of torch.nn.utils.parametrize before functional_call.",
         ) from error
+
+
+def _computed(parametrization: nn.Module, values: dict[str, Tensor]) -> Tensor:
+    # spectral_norm takes a step of its iteration in every training forward
+    with meanwhile(*parametrization.modules(), training=False):
+        return cast(Tensor, functional_call(parametrization, values, ()))

@@ -69,7 +69,7 @@ class WholeBatch:
             return False
         have_samples_first = 0 in call.dims and {*call.dims} <= {0, None, FOLDED}
         knows_a_way = self.told.ways.get(call.kind_of_ways()) != NO_WAYS
-        return have_samples_first and knows_a_way and self.suits() and not has_guests(self.module)
+        return have_samples_first and knows_a_way and self.suits() and not has_guests(modules_in(self.module))
 
     def suits(self) -> bool:
         """Whether the module, as it is now, may run so at all."""
@@ -165,7 +165,7 @@ class WholeBatch:
     def judged(self, *, hooks: bool) -> tuple[Verdict, Way | None]:
         """Whether the forward on the whole batch gives what it gives sample by sample, and the way it has gone."""
         mapper = self.module._mapper(self.call)
-        if mapper.guests or any(weight.is_meta for weight in mapper.expanded):
+        if any(weight.is_meta for weight in mapper.expanded):
             return Verdict.UNCLEAR, None
         try:
             with self.module._unnoticed():
