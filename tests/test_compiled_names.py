@@ -1049,6 +1049,41 @@ def test_numbers_that_a_hook_keeps(kind: str, of_parameter: bool) -> None:
     assert len(graphs(compiled)) == 2
 
 
+@pytest.mark.parametrize("runs", ["callback", "finalizer"])
+def test_code_that_runs_as_garbage_is_collected(runs: str, request: pytest.FixtureRequest) -> None:
+    """It is not the step's, whenever it happens to run: what it counts may differ from call to call."""
+    model, (x, y), seen = enn.convert(small()).per_sample(), samples(4)[0], Schedule()
+
+    class Finalized:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            seen.step()
+
+    def note(phase: str, info: Any) -> None:
+        seen.step()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        gc.collect()
+        return classified(model, x, y)
+
+    if runs == "callback":
+        gc.callbacks.append(note)
+        request.addfinalizer(partial(gc.callbacks.remove, note))
+    compiled = enn.compile(step, backend="eager")
+    for _ in range(6):
+        results = []
+        for call in (compiled, step):
+            model.zero_grad()
+            if runs == "finalizer":
+                Finalized()
+            results.append((call(x, y), model[0].weight.grad))
+        assert_same(*results)
+    assert seen._epochs > 1
+    assert len(graphs(compiled)) == 1
+
+
 def test_a_forward_that_is_replaced_in_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
     model, (x, y) = enn.convert(Scaled()).per_sample(), samples(4)[0]
     compiled = enn.compile(lambda x, y: classified(model, x, y), backend="eager")

@@ -1870,6 +1870,13 @@ def samples_in_another_order() -> None:
 
 
 @refused(
+    r"^layer \(Linear\): its input, from transpose, line \d+ of .*, has the samples in dimension 1, and .*Transpose"
+)
+def samples_in_another_dimension() -> None:
+    feed(nn.Linear(4, 4), lambda layer, x: layer(layer(x[:, : len(x)]).transpose(0, 1)))
+
+
+@refused(
     r"^Feed: rows that a layer gives, \(3, 4\), meet as many positions of each of the 3 samples, \(3, 3, 4\) "
     r"\(add, line \d+ of .*input.unsqueeze\(0\)"
 )

@@ -6,6 +6,7 @@ trains by its own hooks, from the same weights over the same random batches, wit
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any
 
@@ -592,3 +593,24 @@ def test_in_real_processes(processes: int) -> None:
 
 if __name__ == "__main__":
     run_scenarios(SCENARIOS)
+
+
+@pytest.mark.parametrize("optimizer_class", [DPOptimizer, DPOptimizerFastGradientClipping, None])
+def test_several_backwards_before_a_step_are_one_batch_to_opacus(optimizer_class: type[DPOptimizer] | None) -> None:
+    model = enn.convert(mlp()).per_sample()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if optimizer_class is not None:
+        optimizer = optimizer_class(optimizer, noise_multiplier=1.0, max_grad_norm=LIMIT, expected_batch_size=4)
+    x, y = torch.randn(8, 6), torch.randint(CLASSES, (8,))
+    for _ in range(2):  # one backward, of one pass and of two
+        backward(model, x, y)
+        model.zero_grad()
+        (F.cross_entropy(model(x[:4]), y[:4]) + F.cross_entropy(model(x[4:]), y[4:])).backward()
+        optimizer.zero_grad()
+        model.zero_grad()
+    backward(model, x[:4], y[:4])
+    expected = nullcontext() if optimizer_class is None else pytest.warns(enn.PerSampleWarning, match="as one batch")
+    with expected as found:
+        backward(model, x[4:], y[4:])
+    assert optimizer_class is None or len(found) == 1
+    assert all(len(parameter.grad_sample) == 8 for parameter in model.parameters())

@@ -144,4 +144,4 @@ class ErrorCollector:
         order = None if recorder is None else recorder.order
         with meanwhile(*members, _recorder=None):
             # what was found here is not found once more by a look at the operations in it
-            return forward(*args, **kwargs) if order is None else order.as_one_operation(forward, *args, **kwargs)
+            return forward(*args, **kwargs) if order is None else order.as_one_operation(forward, args, kwargs)

@@ -1,7 +1,7 @@
 """Running a forward again under the same conditions: the same random numbers, and nothing left behind.
 
 What a forward changes is taken back in four ways, as each does what the others cannot. `StateBefore` puts the user's
-own values back in place, those in arguments too. `without_traces` lets the forward work on copies: graphs that are
+own values back in place, those in arguments too. `BeforeForward` lets the forward work on copies: graphs that are
 alive need the originals untouched. `Traces` puts attributes back, and says whether anything else has changed. `Undo` is
 for a forward that seldom has to be taken back: it copies a tensor only where that is changed.
 """
@@ -305,37 +305,53 @@ class Traces(Attributes):
         return len(held) == len(self.before) and all(a is b and v == w for (a, v), (b, w) in pairs)
 
 
-@contextmanager
-def without_traces(module: nn.Module, *, hooks: bool = True, updates: bool = False) -> Iterator[None]:
-    """Takes back what a forward leaves in the attributes and buffers of a module, and of those within.
+class BeforeForward:
+    """What a forward may leave traces in, as it is before: it is found once, however often the forward runs then.
 
-    So it does with what it leaves in the attributes of the user's own objects among these, as a tracker of losses, with
-    what its functions keep outside of modules, and with the hooks that it registers on parameters; with `updates` also
-    what it changes in parameters. Without `hooks`, the forward hooks of the modules within it are not called.
+    These are the attributes and buffers of a module, and of those within; the attributes of the user's own objects
+    among these, as a tracker of losses; what its functions keep outside of modules; and hooks on parameters.
     """
-    members = [*module.modules()]
-    outside = Outside(members)
-    before = [(owner, dict(vars(owner))) for owner in (*members, *_objects_of(members))]
-    of_parameters = [(parameter, {*_hooks_of(parameter)}) for parameter in module.parameters()]
-    updated = _Updates([parameter for parameter, _ in of_parameters] if updates else ())
-    try:
-        for owner, attributes in before:
-            vars(owner).update({key: _copied(value) for key, value in attributes.items() if key not in OURS})
-            if not hooks and isinstance(owner, nn.Module) and owner is not module:
-                vars(owner).update({key: OrderedDict() for key in _HOOKS})
-        with updated if updates else nullcontext():
-            yield
-    finally:
-        updated.take_back()
-        outside.put_back()
-        for owner, attributes in before:
-            learned = {key: vars(owner)[key] for key in ("_trials",) if key in vars(owner)}
-            for name in vars(owner).keys() - attributes.keys() - learned.keys():
-                del vars(owner)[name]
-            vars(owner).update(attributes, **learned)  # never empty, as another thread may run it for inference
-        for parameter, hooks_before in of_parameters:
-            for table, key in {*_hooks_of(parameter)} - hooks_before:
-                del getattr(parameter, table)[key]
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, members = module, [*module.modules()]
+        self.outside = Outside(members)
+        self.attributes = [(owner, dict(vars(owner))) for owner in (*members, *_objects_of(members))]
+        self.copied: list[tuple[Any, dict[str, Any]]] = []  # the attributes that each forward gets copies of
+        self.without_hooks: list[Any] = []  # tables of hooks that are empty, a dozen in each module
+        for owner, attributes in self.attributes:
+            values = {key: value for key, value in attributes.items() if key not in OURS and _can_change(value)}
+            empty = {key for key in _HOOK_TABLES & values.keys() if not values[key]}
+            self.without_hooks += [values.pop(key) for key in empty]
+            self.copied.append((owner, values))
+        self.hooks = [(parameter, {*_hooks_of(parameter)}) for parameter in module.parameters()]
+
+    @contextmanager
+    def without_traces(self, *, hooks: bool = True, updates: bool = False) -> Iterator[None]:
+        """Takes back what a forward leaves in all of it; with `updates` also what it changes in parameters.
+
+        Without `hooks`, the forward hooks of the modules within the module are not called.
+        """
+        updated = _Updates([parameter for parameter, _ in self.hooks] if updates else ())
+        try:
+            for owner, values in self.copied:
+                vars(owner).update({key: _copied(value) for key, value in values.items()})
+                if not hooks and isinstance(owner, nn.Module) and owner is not self.module:
+                    vars(owner).update({key: OrderedDict() for key in _HOOKS})
+            with updated if updates else nullcontext():
+                yield
+        finally:
+            updated.take_back()
+            self.outside.put_back()
+            for owner, attributes in self.attributes:
+                learned = {key: vars(owner)[key] for key in ("_trials",) if key in vars(owner)}
+                for name in vars(owner).keys() - attributes.keys() - learned.keys():
+                    del vars(owner)[name]
+                vars(owner).update(attributes, **learned)  # never empty, as another thread may run it for inference
+            for table in self.without_hooks:
+                table.clear()
+            for parameter, before in self.hooks:
+                for table, key in {*_hooks_of(parameter)} - before:
+                    del getattr(parameter, table)[key]
 
 
 def _objects_of(modules: list[nn.Module]) -> list[Any]:
@@ -368,6 +384,11 @@ def _copied_argument(leaf: Any) -> Any:
         return copy.deepcopy(leaf, {id(x): x.detach().clone() for x in contents(leaf) if isinstance(x, Tensor)})
     except Exception:  # it holds something that cannot be copied
         return leaf
+
+
+def _can_change(value: Any) -> bool:
+    """Whether `_copied` makes a copy of it."""
+    return isinstance(value, Tensor | MutableMapping) or type(value) in (list, set, deque, tuple)
 
 
 def _copied(value: Any) -> Any:

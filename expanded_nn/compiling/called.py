@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Iterable
+from threading import get_ident
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
@@ -17,6 +18,7 @@ class Called:
     """As a context, notes the code that runs in this thread meanwhile.
 
     It is what `sys.settrace` calls for each new frame; what was there before, as a debugger, is called in between.
+    Code that runs because Python collects garbage, as `gc.callbacks` and `__del__`, is not the step's and not noted.
 
     Attributes:
         codes: The code by its id, each with its global namespace.
@@ -34,12 +36,27 @@ class Called:
         self._set: Callable[[Any], None] = sys.setprofile if profiles else sys.settrace
         self._former = self._get()
         self._note = _noting(self.codes, self._former)
+        self._thread, self._is_paused = get_ident(), False
+        gc.callbacks.insert(0, self._pause)
+        gc.callbacks.append(self._resume)
         self._set(self._note)
         return self
 
     def __exit__(self, *error: object) -> None:
         if self._get() is self._note:  # and not a debugger that has begun meanwhile
             self._set(self._former)
+        gc.callbacks.remove(self._pause)
+        gc.callbacks.remove(self._resume)
+
+    def _pause(self, phase: str, info: Any) -> None:
+        if phase == "start" and get_ident() == self._thread and self._get() is self._note:
+            self._set(self._former)
+            self._is_paused = True
+
+    def _resume(self, phase: str, info: Any) -> None:
+        if phase == "stop" and get_ident() == self._thread and self._is_paused:
+            self._set(self._note)
+            self._is_paused = False
 
 
 def _noting(codes: dict[int, Code], former: Callable[..., Any] | None) -> Callable[..., Any]:

@@ -202,7 +202,7 @@ class _Container(_Converted, Root):
                 return self.forward(*args, **kwargs)
         recorder = self._recorder
         if recorder is not None and recorder.order is not None and not self._rows_are_due():
-            return recorder.order.as_one_operation(self._forward, *args, **kwargs)
+            return recorder.order.as_one_operation(self._forward, args, kwargs)
         return self._forward(*args, **kwargs)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:

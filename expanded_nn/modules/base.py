@@ -309,7 +309,7 @@ class Expanded(PerSampleModule):
         if order is None or self.calls_others:
             output = super().forward(*args, **kwargs)
         else:
-            output = self._as_one_operation(order, super().forward, *args, **kwargs)
+            output = self._as_one_operation(order, super().forward, args, kwargs)
         is_kept = not self.returns_fresh or recorder is None or recorder.forward is None
         return output if is_kept else as_no_view(output)
 
@@ -323,12 +323,12 @@ class Expanded(PerSampleModule):
         if recorder.forward is not None:
             if order is None or self.calls_others:
                 return self._noting_what_is_shared(recorder.forward, args, kwargs)
-            return self._as_one_operation(order, self._noting_what_is_shared, recorder.forward, args, kwargs)
+            return self._as_one_operation(order, self._noting_what_is_shared, (recorder.forward, args, kwargs), {})
         return recorder.outermost_forward(self, self.expanded_forward, args, kwargs)
 
-    def _as_one_operation(self, order: Order, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _as_one_operation(self, order: Order, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The layer's result; `order` sees the layer as one operation, and where the samples stand in the result."""
-        result = order.as_one_operation(function, *args, **kwargs)
+        result = order.as_one_operation(function, args, kwargs, self)
         if self.fixed_layout or type(self).sample_dims is not Expanded.sample_dims:
             results = list(data_in(result))
             order.note_layout(self, results, self.sample_dims(len(results)))

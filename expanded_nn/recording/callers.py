@@ -59,3 +59,8 @@ def text_of(line: tuple[str, int]) -> str:
     """A line, given by its file and number, in words."""
     file, number = line
     return "code without a file" if not file else f"line {number} of {file}: {linecache.getline(file, number).strip()}"
+
+
+def place(line: tuple[str, int]) -> str:
+    """A line, given by its file and number, as a part of an error's sentence."""
+    return f", line {line[1]} of {line[0]}" if line[0] else ""

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from random import Random
 from typing import Any
 
@@ -31,7 +32,7 @@ from expanded_nn.common.batch import (
 from expanded_nn.common.containers import is_packed, leaves_of, rebuilt
 from expanded_nn.common.modes import uncounted, unseen, without_fused_inference
 from expanded_nn.common.rounding import are_equal, are_near, near
-from expanded_nn.common.steady import RandomStates, WithoutChance, attributes_of, without_traces
+from expanded_nn.common.steady import BeforeForward, RandomStates, WithoutChance, attributes_of
 from expanded_nn.common.traced import wait_for_values
 from expanded_nn.factored import FactoredTensor
 from expanded_nn.recording.graph import graph_of, leaves_behind
@@ -120,12 +121,22 @@ class Halves:
         is_plain = not any(map(is_sharded, self.module.modules())) and not has_guests(self.module.modules())
         return has_samples and is_plain and all(map(_is_open, self.leaves))
 
+    @cached_property
+    def before(self) -> BeforeForward:
+        """What each run may leave traces in."""
+        return BeforeForward(self.module)
+
+    @cached_property
+    def states(self) -> RandomStates:
+        """The states of the generators that each run may draw from."""
+        return RandomStates([*self.module.modules(), *self.leaves])
+
     def _has_offsets(self) -> bool:
         """Whether an argument seems to say where bags begin: they are not halved as rows are."""
         if not any(isinstance(module, nn.EmbeddingBag) for module in self.module.modules()):
             return False
-        whole_numbers = (x for x in self.leaves if _is_dense(x) and x.dtype in (torch.int32, torch.int64) and x.dim())
-        starts = (x for x in whole_numbers if x.shape[-1] in (self.batch, self.batch + 1) and not x[..., 0].any())
+        numbers = (x for x in self.leaves if _is_dense(x) and x.dtype in (torch.int32, torch.int64) and x.dim())
+        starts = (x for x in numbers if x.shape[-1] in (self.batch, self.batch + 1) and not x[..., 0].any())
         return any(bool((x.diff() >= 0).all()) for x in starts)
 
     def _has_state(self) -> bool:
@@ -160,7 +171,8 @@ class Halves:
                     "samples share, which has a copy for each of them"
                 )
                 return self._refusal(what, self.recorder)
-            has_hooks = any(map(_has_hooks, self.module.modules()))  # that a backward would call
+            # hooks that a backward would call
+            has_hooks = any(each._backward_hooks or each._backward_pre_hooks for each in self.module.modules())
             parameter = None if dims is None or has_hooks else self._seen_by_others(whole, dims)
             is_clear, unused = dims is not None and parameter is None, None
             has_strange = is_clear and any(_has_graph(whole[number]) for number in self.strange)
@@ -328,7 +340,7 @@ class Halves:
 
     def _has_other_chance(self, whole: list[Any]) -> bool:
         """Whether the forward draws numbers that are not fixed, as numpy's are not."""
-        with RandomStates([*self.module.modules(), *self.leaves]):
+        with self.states:
             self._result(self._plain, self.leaves)  # it draws, so that the next one draws other numbers
             again = self._result(self._plain, self.leaves)
         pairs = zip(whole, again, strict=True)
@@ -336,7 +348,7 @@ class Halves:
 
     def _run(self, forward: Callable[[Any, Any], Any], leaves: list[Any]) -> tuple[list[Any], bool]:
         """What is in the result of a forward, and whether it has drawn random numbers, which are put back."""
-        states = RandomStates([*self.module.modules(), *leaves])
+        states = self.states
         try:
             result = self._result(forward, leaves)
         finally:
@@ -346,7 +358,7 @@ class Halves:
     def _result(self, forward: Callable[[Any, Any], Any], leaves: list[Any]) -> list[Any]:
         """What is in the result of a forward."""
         args, kwargs = rebuilt(self.arguments, map(_copied, leaves), is_packed)
-        with without_traces(self.module, hooks=False, updates=True), warnings.catch_warnings():
+        with self.before.without_traces(hooks=False, updates=True), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the forward itself will give them
             return leaves_of(forward(args, kwargs), is_packed)
 
@@ -388,9 +400,7 @@ class Halves:
         """A parameter whose rows of some samples have gradients of other samples' results, if there is one."""
         places = zip(whole, dims, strict=False)  # there are none where nothing tells
         ends = [(x, dim) for x, dim in places if dim is not None and _has_graph(x)]
-        expanded = {
-            parameter: weight for parameter, (*_, weight) in self.recorder.expanded.items() if weight.requires_grad
-        }
+        expanded = {key: weight for key, (*_, weight) in self.recorder.expanded.items() if weight.requires_grad}
         if not ends or not expanded or any(map(_runs_code_of_others, graph_of(*(x.grad_fn for x, _ in ends)))):
             return None
         some = torch.zeros(self.batch, dtype=torch.bool, device="cpu")
@@ -399,10 +409,9 @@ class Halves:
         for own, others in ((some, ~some), (~some, some)):
             weights = [_numbers_for(own, x, dim, generator) for x, dim in ends]
             try:
-                with without_traces(self.module):  # of the hooks on tensors of the forward
-                    rows = torch.autograd.grad(
-                        results, [*expanded.values()], weights, retain_graph=True, allow_unused=True
-                    )
+                with self.before.without_traces():  # of the hooks on tensors of the forward
+                    by = [*expanded.values()]
+                    rows = torch.autograd.grad(results, by, weights, retain_graph=True, allow_unused=True)
             except RuntimeError:  # as of a reentrant checkpoint
                 return None
             found = zip(expanded, rows, strict=True)
@@ -428,10 +437,6 @@ def _runs_code_of_others(node: Any) -> bool:
     """
     function = getattr(type(node), "_forward_cls", None)
     return function is not None and function.__module__.partition(".")[0] != __name__.partition(".")[0]
-
-
-def _has_hooks(module: Any) -> bool:
-    return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 def _is_open(leaf: Any) -> bool:

@@ -163,8 +163,8 @@ class Order(TorchFunctionMode):
                 raise complaint(
                     self.recorder.name_of(self.recorder.forward.module),
                     f"rows that a layer gives, {tuple(few.shape)}, meet as many positions of each of the {batch} "
-                    f"samples, {tuple(many.shape)} ({func.__name__}{_place(callers.line_of_user())}): they may be "
-                    "samples, which mix then, or positions that all samples share",
+                    f"samples, {tuple(many.shape)} ({func.__name__}{callers.place(callers.line_of_user())}): they may "
+                    "be samples, which mix then, or positions that all samples share",
                     "rows that are one or the other",
                     "Call that layer with input.unsqueeze(0) for what all samples share; do what mixes samples outside "
                     "of the model.",
@@ -188,7 +188,8 @@ class Order(TorchFunctionMode):
             raise complaint(
                 self.recorder.name_of(forward.module),
                 f"its forward normalizes by the statistics of the batch ({func.__name__} with training=True"
-                f"{_place(callers.line_of_user())}), which mix the samples, so that no gradient is one sample's own",
+                f"{callers.place(callers.line_of_user())}), which mix the samples, so that no gradient is one "
+                "sample's own",
                 "statistics that do not depend on the other samples",
                 "Use F.group_norm or F.layer_norm in its place, or running statistics with training=False.",
             )
@@ -200,8 +201,11 @@ class Order(TorchFunctionMode):
         for result in data_in(results) if reasons else ():
             self.moved[id(result)] = result, reasons
 
-    def as_one_operation(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls a layer without a look at the operations in it: torch's layers have no fused inference under a mode."""
+    def as_one_operation(self, function: Callable[..., Any], args: Any, kwargs: Any, layer: Any = None) -> Any:
+        """Calls a function without a look at the operations in it: torch's layers have no fused inference under a mode.
+
+        Where it is the forward of a `layer`, its results are in order if its arguments stand where it expects them.
+        """
         ours = takewhile(lambda mode: mode is self or isinstance(mode, BetweenLayers), reversed(function_modes()))
         modes = [_pop_mode() for _ in ours]  # the innermost first
         try:
@@ -212,7 +216,8 @@ class Order(TorchFunctionMode):
         if self not in modes:  # it looks on, under a mode of somebody else's
             return result
         if self._meets_what_is_followed(args, kwargs):
-            self._note(self.reasons((args, kwargs)), result)
+            arguments = list(data_in((args, kwargs))) if self.moved else []
+            self._note([why for n, x in enumerate(arguments) for why in self._misplaced(layer, n, x)], result)
             self.copies.follow((args, kwargs), result)
             self.constants.follow_layer((args, kwargs), result)
         return result
@@ -230,11 +235,16 @@ class Order(TorchFunctionMode):
             for number, x in enumerate(data_in(arguments)):
                 if id(x) in self.parts.known or id(x) in self.constants.known:
                     self._refuse_other_rows(cast(Any, layer), x)
-                if id(x) not in self.moved:
-                    continue
-                # the states of a recurrent layer are (layers, B, features) in any case
-                dim = 1 if number and isinstance(layer, nn.RNNBase) else _samples_dim_in(cast(Any, layer), x)
-                self.refuse(layer, [moved for moved in self.reasons(x) if moved.dim is None or moved.dim != dim])
+                if id(x) in self.moved:
+                    self.refuse(layer, self._misplaced(layer, number, x))
+
+    def _misplaced(self, layer: Any, number: int, x: Tensor) -> list[Moved]:
+        """What has put the samples of an argument, the `number`-th tensor, elsewhere than the layer expects them."""
+        if layer is None:
+            return self.reasons(x)
+        # the states of a recurrent layer are (layers, B, features) in any case
+        dim = 1 if number and isinstance(layer, nn.RNNBase) else _samples_dim_in(layer, x)
+        return [moved for moved in self.reasons(x) if moved.dim is None or moved.dim != dim]
 
     def _refuse_transform(self, layer: Any) -> None:
         raise complaint(
@@ -464,17 +474,8 @@ class Order(TorchFunctionMode):
         moved = next((reason for reason in reasons if not reason.may_be_assumed_away("its layers")), None)
         if moved is None:
             return
-        where = _place(moved.line)
-        raise complaint(
-            self.recorder.name_of(self.recorder.forward.module if layer is None else layer),
-            f"in its input samples have taken each other's places ({moved.operation}{where}), so that row i of "
-            "its parameters would be of another sample than row i of other layers'",
-            "sample i in row i of every layer's input",
-            "Leave the order as it is: pack_padded_sequence(..., enforce_sorted=False) sorts by itself, and brings "
-            "what comes out back in order. Or sort the batch before the model. What compares samples with each other "
-            "belongs into the loss.",
-            refused_by=self,  # no layer is to blame, so the module that was called is tried
-        )
+        who = self.recorder.name_of(self.recorder.forward.module if layer is None else layer)
+        raise complaint(who, *moved.in_words(), refused_by=self)  # no layer is to blame: the module called is tried
 
 
 def _samples_dim_in(layer: Any, x: Tensor) -> int:
@@ -491,10 +492,6 @@ def _is_range(index: Tensor) -> bool:
     """Whether an index counts `n, n + 1, n + 2, …`."""
     with unseen():
         return index.dim() == 1 and bool((index.diff() == 1).all())
-
-
-def _place(line: tuple[str, int]) -> str:
-    return f", line {line[1]} of {line[0]}" if line[0] else ""
 
 
 _COUNTS = functions("numel", "nelement")

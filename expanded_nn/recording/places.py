@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from expanded_nn.common.batch import tensors as tensors_in
 from expanded_nn.common.functions import attributes, functions
 from expanded_nn.common.traced import assume, is_traced, wait_for_values
+from expanded_nn.recording import callers
 
 TENSORS = (Tensor, FakeTensor)  # not what only looks like a tensor, whose use is noted
 
@@ -57,6 +58,25 @@ class Moved(NamedTuple):
             return True
         wait_for_values("it puts samples in another order")
         return False
+
+    def in_words(self) -> tuple[str, str, str]:
+        """What it has done, what was wanted, and the remedy, where a layer reads the result."""
+        source = f"{self.operation}{callers.place(self.line)}"
+        if self.dim is not None:
+            return (
+                f"its input, from {source}, has the samples in dimension {self.dim}, and it reads them in another",
+                "the samples in that dimension",
+                "Transpose the input; or, if it has to be as it is, call the model with another number of samples, so "
+                "that the sizes tell which they are.",
+            )
+        return (
+            f"in its input samples have taken each other's places ({source}), so that row i of its parameters would "
+            "be of another sample than row i of other layers'",
+            "sample i in row i of every layer's input",
+            "Leave the order as it is: pack_padded_sequence(..., enforce_sorted=False) sorts by itself, and brings "
+            "what comes out back in order. Or sort the batch before the model. What compares samples with each other "
+            "belongs into the loss.",
+        )
 
 
 def move_of(operation: Any, args: Any, kwargs: Any) -> Move | None:

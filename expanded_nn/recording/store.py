@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from expanded_nn._errors import warn
 from expanded_nn.common.modes import running_backward
 from expanded_nn.common.traced import is_traced
 from expanded_nn.core.algebra import Kind
@@ -52,12 +53,23 @@ class Store:
         self._take_over_edits(leaf)
         backward = running_backward()
         if pass_ not in self.held:
+            if self.held and hasattr(leaf.parameter(), "summed_grad"):  # which Opacus' optimizers set
+                self._warn_of_several_backwards()
             self.held = dict(sorted([*self.held.items(), (pass_, {})], key=lambda item: item[0].number))
             pass_.reached_by = backward
         pass_rows = self.held[pass_]
         self.backwards.add(backward)
         pass_rows[leaf] = pass_rows[leaf] + rows if leaf in pass_rows else rows
         self._publish(leaf, anew=pass_ in leaf.published.passes)
+
+    def _warn_of_several_backwards(self) -> None:
+        """Warns where Opacus will take the rows of several backwards for those of one batch."""
+        if not self.backwards.issuperset(pass_.reached_by for pass_ in self.held):
+            warn(
+                "Opacus' optimizer: grad_sample has the rows of several backwards. It counts them as one batch, in the "
+                "mean and in ε, which is right only where they are parts of one batch; wanted one backward before each "
+                "step. Let Opacus' BatchMemoryManager split large batches: it counts what it has split."
+            )
 
     def publish(self, leaf: Leaf) -> None:
         """Sets `grad_sample` to the rows of all passes, with what the user has changed in it."""

@@ -2928,17 +2928,18 @@ TURNS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] 
 }
 
 
+PLACES = r"from \w+, line .*test_trust.py, has the samples in dimension|each other's places \(.*test_trust.py"
+
+
 @pytest.mark.parametrize("way", ["forth", "back"])
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("turn", TURNS.values(), ids=TURNS)
 def test_positions_that_are_as_many_as_the_samples(turn: tuple[Any, Any], way: str, *, batch_first: bool) -> None:
     """Turned about, they would be taken for samples."""
     module = TurnedAbout(*(turn if way == "forth" else reversed(turn)))
-    with pytest.warns(enn.PerSampleWarning, match="samples have taken each other's places .*test_trust.py"):
+    with pytest.warns(enn.PerSampleWarning, match=PLACES):
         right(on(module), module, forward, values(B, B, D))
-    with pytest.raises(
-        enn.PerSampleError, match=r"samples have taken each other's places|comes from a part of the samp"
-    ):
+    with pytest.raises(enn.PerSampleError, match=f"{PLACES}|comes from a part of the samp"):
         on(module, escalate=False, batch_first=batch_first)(values(B, B, D))
 
 
@@ -2965,7 +2966,7 @@ def test_all_positions_in_another_order(move: tuple[Any, Any], steps: int) -> No
     if steps != B and move is FOLDED["turned"]:
         return  # other rows than B, which the layer refuses
     module = TurnedAbout(*move)
-    with pytest.warns(enn.PerSampleWarning, match="samples have taken each other's places .*test_trust.py"):
+    with pytest.warns(enn.PerSampleWarning, match=PLACES):
         right(on(module), module, forward, values(B, steps, D))
 
 
@@ -3013,7 +3014,7 @@ def test_single_position_in_the_place_of_the_samples() -> None:
             return self.second(self.first(x.transpose(0, 1)).tanh()).transpose(0, 1)
 
     module = Model()
-    with pytest.warns(enn.PerSampleWarning, match="each other's places"):
+    with pytest.warns(enn.PerSampleWarning, match=PLACES):
         right(on(module), module, forward, values(B, 1, D))
 
 
@@ -3529,9 +3530,43 @@ def test_layer_of_the_states_of_as_many_layers_as_samples(use: Callable[[Any, Te
             _, states = self.rnn(x)
             return use(self.last, states if isinstance(states, Tensor) else states[0])
 
-    module, refused = Model(), r"M.*each other's places \(what (GRU|LSTM) returns, line"
+    module, refused = Model(), r"M.*from what (GRU|LSTM) returns, line \d+ .*has the samples in dimension 1"
     with pytest.warns(enn.PerSampleWarning, match=refused) if use in STATES.values() else nullcontext():
         right(on(module), module, forward, values(B, 5, D))
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_states_of_as_many_layers_as_samples_go_on(kind: Any, *, batch_first: bool) -> None:
+    """What a recurrent layer makes of them is in order; a state that another layer reads is not."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.last = kind(D, D, num_layers=B, batch_first=batch_first), nn.Linear(D, 2)
+
+        def forward(self, x: Tensor, state: Any = None) -> Any:
+            steps, state = self.rnn(x, state)
+            return self.last(steps), state
+
+    def loss(model: Any, x: Tensor) -> Tensor:
+        total, state = 0, None
+        for piece in (x if batch_first else x.transpose(0, 1)).split(2, 1 if batch_first else 0):
+            steps, state = model(piece, state)
+            total = total + steps.square().sum()
+        return total
+
+    module, x = Model(), values(B, 6, D)
+    model = on(module, batch_first=batch_first)
+    with enn.one_pass(model, B):
+        loss(model, x).backward()
+    call = Call((x,))
+    expected = loop(module, call, B, objective=lambda module, call, first=0: loss(module, *call.args))
+    assert_close_rows(rows_of(model), expected)
+    refused = pytest.raises(enn.PerSampleError, match=r"from what .* returns, line") if batch_first else nullcontext()
+    with refused, enn.one_pass(model, B):
+        _, state = model(x if batch_first else x.transpose(0, 1))
+        model.last(state if isinstance(state, Tensor) else state[0])
 
 
 def test_samples_in_another_order_between_two_models() -> None:

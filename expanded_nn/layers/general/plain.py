@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from expanded_nn.common.batch import may_have_derivatives
 from expanded_nn.common.modes import uncounted
-from expanded_nn.common.steady import RandomStates, copies, without_traces
+from expanded_nn.common.steady import BeforeForward, RandomStates, copies
 from expanded_nn.layers.general.mapped import tensors_of
 
 
@@ -50,7 +50,7 @@ class Plain:
         Random states are put back; with `draws` they are not, so that the next forward draws other numbers.
         """
         args, kwargs = copies(self.arguments if arguments is None else arguments)
-        with without_traces(self.module, hooks=hooks), uncounted():
+        with BeforeForward(self.module).without_traces(hooks=hooks), uncounted():
             tensors = tensors_of(self.module._plainly(args, kwargs))
         drawn = not draws and self.states.restore()
         self.is_random = drawn if self.is_random is None else self.is_random
@@ -60,7 +60,7 @@ class Plain:
     def with_graph(self, *, hooks: bool) -> tuple[list[Tensor], list[Tensor]]:
         """The same with a graph, and the inputs by which they have derivatives."""
         inputs, (args, kwargs) = self.differentiable()
-        with without_traces(self.module, hooks=hooks):
+        with BeforeForward(self.module).without_traces(hooks=hooks):
             tensors = tensors_of(self.module._plainly(args, kwargs))
         self.states.restore()
         return tensors, inputs

@@ -16,7 +16,7 @@ from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn.common.batch import FOLDED, unfolded
 from expanded_nn.common.modes import running_backward, unseen
 from expanded_nn.common.rounding import are_equal, are_near, near
-from expanded_nn.common.steady import WithoutChance, without_traces
+from expanded_nn.common.steady import BeforeForward, WithoutChance
 from expanded_nn.factored import as_factored
 from expanded_nn.layers.general.batched import Batched
 from expanded_nn.layers.general.gradients import (
@@ -252,7 +252,7 @@ class Trial:
     def _mapped_again(self) -> tuple[Mapped, list[Tensor]]:
         """The samples' results from copies of the arguments, and the inputs by which they have derivatives."""
         inputs, arguments = self.plain.differentiable()
-        with without_traces(self.module, hooks=self.hooks), self.by_samples():
+        with BeforeForward(self.module).without_traces(hooks=self.hooks), self.by_samples():
             mapped = self.mapper(tree_leaves(arguments))
         self.plain.states.restore()
         return mapped, inputs
@@ -289,7 +289,7 @@ class Trial:
             self.alone.clear()
             wanted = as_compared(wanted)  # which lets go of what the graph holds
             inputs, (args, kwargs) = self.plain.differentiable()
-            with without_traces(self.module, hooks=self.hooks):
+            with BeforeForward(self.module).without_traces(hooks=self.hooks):
                 result, way = attempt(args, kwargs)
             whole, other_structure = flatten(result)
             if way is None or structure != other_structure or not all(map(_is_same, leaves, whole)):

@@ -237,4 +237,4 @@ def _are_near(some: list[Tensor], others: list[Tensor]) -> bool:
 def as_one_operation(module: Any, function: Callable[..., Any], *args: Any) -> Any:
     """Calls a function in which nobody looks for samples that take each other's places."""
     order = None if module._recorder is None else module._recorder.order
-    return function(*args) if order is None else order.as_one_operation(function, *args)
+    return function(*args) if order is None else order.as_one_operation(function, args, {})
