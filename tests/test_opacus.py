@@ -417,7 +417,8 @@ def test_a_forgotten_zero_grad_between_micro_batches_is_found_by_opacus() -> Non
     optimizer.signal_skip_step(True)
     backward(model, x, y)
     optimizer.step()
-    backward(model, x, y)
+    with pytest.warns(enn.PerSampleWarning, match="as one batch"):
+        backward(model, x, y)
     with pytest.raises(ValueError, match=r"must call optimizer\.zero_grad"):
         optimizer.step()
 

@@ -15,11 +15,7 @@ _FOR_GOOD = Tensor, str, bytes, int, float, complex, tuple, frozenset, type(None
 
 def results_of(function: Any) -> list[Any]:
     """What a function with a cache has made and gives again, as far as it may change: objects, lists, dicts."""
-    referents = gc.get_referents(function)
-    tables = [value for value in referents if type(value) is dict and value is not vars(function)]
-    values = [*referents, *(value for table in tables for value in table.values())]
-    inside = {*map(id, tables), id(vars(function)), id(type(function)), id(function.__wrapped__)}
-    results = [value for value in values if id(value) not in inside and not isinstance(value, _FOR_GOOD)]
+    results = [value for value in _contents_of(function) if not isinstance(value, _FOR_GOOD)]
     return [value for value in results if hasattr(value, "__dict__") or isinstance(value, list | dict | set)]
 
 
@@ -30,11 +26,23 @@ def clear_caches(tensors: Sequence[Tensor]) -> bool:
     """
     if not tensors:
         return False
-    values: list[Any] = [*tensors, *(holder for holder in gc.get_referrers(*tensors) if isinstance(holder, tuple))]
-    holders = gc.get_referrers(*values)
-    tables = [holder for holder in holders if type(holder) is dict]  # that of a cache without a limit
-    holders += gc.get_referrers(*tables) if tables else []
-    caches = [holder for holder in holders if isinstance(holder, CACHED)]
+    made = {*map(id, tensors)}  # to ask for the referrers of all of them would take long
+    functions = [value for value in gc.get_objects() if issubclass(type(value), CACHED)]
+    caches = [function for function in functions if any(_is_of(made, value) for value in _contents_of(function))]
     for function in caches:
         function.cache_clear()
     return bool(caches)
+
+
+def _contents_of(function: Any) -> list[Any]:
+    """What is in the cache of a function: results, and what they were made of."""
+    referents = gc.get_referents(function)
+    tables = [value for value in referents if type(value) is dict and value is not vars(function)]
+    inside = {*map(id, tables), id(vars(function)), id(type(function)), id(function.__wrapped__)}
+    values = [*referents, *(value for table in tables for value in table.values())]  # those of a cache without a limit
+    return [value for value in values if id(value) not in inside]
+
+
+def _is_of(made: set[int], value: Any) -> bool:
+    """Whether a value is one of the tensors with such ids, or a tuple with one."""
+    return id(value) in made or (isinstance(value, tuple) and any(id(item) in made for item in value))
