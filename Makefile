@@ -17,9 +17,11 @@ $(READY): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(VENV)/constraints.txt
 	$(BIN)/pip install --no-compile -c $(VENV)/constraints.txt torch
-	$(BIN)/pip install --no-compile -c $(VENV)/constraints.txt -e ".[test,examples,docs,dev]"
+	@# pip takes one core: bytecode of torch is made beside it, that of the rest on all (a few files are no Python of today)
+	$(BIN)/python -m compileall -qq $(VENV)/lib/*/site-packages/torch & \
+	$(BIN)/pip install --no-compile -c $(VENV)/constraints.txt -e ".[test,examples,docs,dev]"; done=$$?; wait; exit $$done
 	$(BIN)/pip install --no-deps backpack-for-pytorch==1.7.1 unfoldnd==0.2.3  # asks for a torchvision it does not need
-	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # pip takes one core; a few files are no Python of today
+	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	@touch $@
 
 demo: $(READY) ## set up, then find the wrong labels among handwritten digits

@@ -147,6 +147,7 @@ def test_one_thread_is_timed_by_its_own_clock(
     assert timed(lambda: None, CPU, others=others) == seconds
 
 
+@pytest.mark.slow
 def test_command_line() -> None:
     command = [sys.executable, "-m", "benchmarks", "--quick", "--only", "tiny", "--methods", "expanded_nn", "loop"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
@@ -164,6 +165,7 @@ def test_what_attribution_costs() -> None:
     assert all(re.fullmatch(rf"\| [\w ]+: expanded_nn \| {number} \| {number} \|", row) for row in rows)
 
 
+@pytest.mark.slow
 def test_peak_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     found = peak("mlp", CLIP, ["--device", "cpu"])

@@ -129,6 +129,9 @@ PLACES: dict[str, Callable[[], Callable[[Any, int], Tensor]]] = {
 }
 
 
+SELDOM = "module", "attribute_of_a_tensor", "variable_of_a_thread", "dict_of_the_model", "dict_of_a_layer"
+
+
 def ignoring_model(get: Callable[[int], Tensor]) -> Callable[[Any, int], Tensor]:
     return lambda model, length: get(length)
 
@@ -140,7 +143,7 @@ def first_of(get: Callable[[int], Any]) -> Callable[[int], Tensor]:
 @pytest.mark.parametrize(
     ("place", "gives_gradients"),
     [
-        *((place, False) for place in PLACES),
+        *(pytest.param(place, False, marks=[pytest.mark.slow] if place in SELDOM else []) for place in PLACES),
         *(
             pytest.param(place, True, marks=pytest.mark.slow)
             for place in ("cache_of_a_method", "dict_of_the_model", "context_variable")

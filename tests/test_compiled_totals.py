@@ -111,7 +111,13 @@ def in_their_basis(model: nn.Module, x: Tensor, y: Tensor, total: Any) -> None:
 
 
 @pytest.mark.parametrize("waits", [False, True], ids=["at_once", "waits"])
-@pytest.mark.parametrize("step", [added_in_place, returned, added_up, preconditioned, in_their_basis])
+@pytest.mark.parametrize(
+    "step",
+    [
+        *(added_in_place, preconditioned, in_their_basis),
+        *(pytest.param(s, marks=pytest.mark.slow) for s in (returned, added_up)),
+    ],
+)
 def test_factors_that_go_through_the_calls(step: Step, waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their counts change at each call; eagerly few samples may wait in them."""
     monkeypatch.setattr(cost, "SYMMETRIC_PANEL", 6 if waits else 256)

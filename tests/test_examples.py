@@ -208,7 +208,11 @@ def meta_learning() -> Parts:
 
 
 @pytest.mark.parametrize(
-    "make", [private, noise, wrong_labels, influences, balanced, margins, language, passages, meta_learning]
+    "make",
+    [
+        *(private, noise, wrong_labels, influences, passages),
+        *(pytest.param(make, marks=pytest.mark.slow) for make in (balanced, margins, language, meta_learning)),
+    ],
 )
 def test_steps_as_a_graph(make: Callable[[], Parts]) -> None:
     """What `enn.compile` makes of them returns and leaves what they do."""

@@ -285,8 +285,14 @@ def assert_right(module: nn.Module, *calls: Call, objective: Any = total_loss) -
     return model
 
 
-@pytest.mark.parametrize("kind", [Reader, ReadsAValue])
-@pytest.mark.parametrize("name", TOWERS)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *((name, Reader) for name in TOWERS),
+        *((name, ReadsAValue) for name in [*TOWERS][::6]),
+        *(pytest.param(name, ReadsAValue, marks=pytest.mark.slow) for n, name in enumerate(TOWERS) if n % 6),
+    ],
+)
 def test_towers(name: str, kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
         model = assert_right(built(TOWERS[name](), kind), call(), call(seed=1), call(seed=2))

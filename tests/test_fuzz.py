@@ -51,7 +51,7 @@ SMALL = 1e-3  # of the whole gradient: a part that cancels has the rounding erro
 unhurried = settings(deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
 
-@settings(unhurried, max_examples=40, derandomize=True)
+@settings(unhurried, max_examples=25, derandomize=True)
 @given(st.data())
 @pytest.mark.parametrize("kind", STARTS)
 def test_random_models(kind: str, data: st.DataObject) -> None:

@@ -340,7 +340,7 @@ def test_the_mode_by_expanded_weights_of_torch() -> None:
 
 def test_make_private_with_epsilon_on_adam() -> None:
     model = enn.convert(mlp()).per_sample()
-    engine = PrivacyEngine(accountant="prv")
+    engine = PrivacyEngine(accountant="rdp")
     model, optimizer, batches = engine.make_private_with_epsilon(
         module=model, optimizer=torch.optim.Adam(model.parameters()), data_loader=loader(dataset(vectors()), 4),
         target_epsilon=5.0, target_delta=1e-3, epochs=2, max_grad_norm=LIMIT, grad_sample_mode="no_op",

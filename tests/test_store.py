@@ -167,7 +167,7 @@ def test_a_killed_process_is_resumed(tmp_path: Path) -> None:
     assert contents(folder) == contents(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("syncs", [8, 9])  # the first is of the settings
+@pytest.mark.parametrize("syncs", [8, pytest.param(9, marks=pytest.mark.slow)])  # the first is of the settings
 def test_a_process_that_dies_between_the_numbers_and_the_ids(tmp_path: Path, syncs: int) -> None:
     filled(tmp_path / "whole")
     process = start(tmp_path / "killed", f"dies {syncs}")

@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import pytest
@@ -51,9 +52,9 @@ BOTH_FORMS = [pytest.param(False, id="factored"), pytest.param(True, id="small_r
 @pytest.mark.parametrize("small", BOTH_FORMS)
 def test_random_sequences(small: bool) -> None:
     """The same each time; and that what may happen does happen, and is seldom refused."""
-    happened = play_random(30 * small, 30)
-    assert happened["a backward"] > 100
-    assert happened["clipped"] > 30
+    happened = play_random(15 * small, 15)
+    assert happened["a backward"] > 50
+    assert happened["clipped"] > 15
     assert sum(count for what, count in happened.items() if what.startswith("refused")) < happened["a backward"] / 10
 
 
@@ -115,15 +116,19 @@ BROKEN: dict[str, tuple[type, str, Callable[..., Any]]] = {
 }
 
 
+@cache
+def is_right(seed: int) -> bool:
+    """Whether a random sequence is, with no rule broken."""
+    return Story.random(seed).error() is None
+
+
 @pytest.mark.parametrize(("owner", "name", "broken"), BROKEN.values(), ids=BROKEN)
 def test_a_broken_contract_is_noticed(
     owner: type, name: str, broken: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is due matters: with one rule of it broken, a sequence that is right goes wrong, and soon."""
-    for seed in range(60):
+    for seed in filter(is_right, range(60)):
         story = Story.random(seed)
-        if story.error() is not None:
-            continue
         with monkeypatch.context() as context:
             context.setattr(owner, name, broken)
             if isinstance(story.error(), Wrong):
