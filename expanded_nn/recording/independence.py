@@ -36,7 +36,7 @@ from expanded_nn.common.steady import BeforeForward, RandomStates, WithoutChance
 from expanded_nn.common.traced import wait_for_values
 from expanded_nn.factored import FactoredTensor
 from expanded_nn.recording.graph import graph_of, leaves_behind
-from expanded_nn.recording.lift import has_guests, parameters_of, swapped
+from expanded_nn.recording.lift import has_guests, is_bias, parameters_of, swapped
 from expanded_nn.recording.sharded import is_sharded
 
 MEET = -1  # in place of a dimension
@@ -304,9 +304,9 @@ class Halves:
     def _hides_by_zeros(self, *, is_random: bool) -> bool:
         """Whether half of the samples give other results, once the parameters that are zero have other numbers.
 
-        What a layer mixes is multiplied by zero where the next one begins with zeros, as the last one of a branch may.
+        What a layer mixes is multiplied by zero where the next one begins with zeros, as the last one of a branch may. A bias hides nothing.
         """
-        held = parameters_of(self.module.modules())
+        held = {slot: p for slot, p in parameters_of(self.module.modules()).items() if not is_bias(*slot)}
         zeros = {p: torch.empty_like(p) for p in held.values() if p.requires_grad and p.numel() and not p.any()}
         for number, numbers in enumerate(zeros.values()):
             with unseen():

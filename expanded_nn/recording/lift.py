@@ -31,6 +31,11 @@ def parameters_of(modules: Iterable[nn.Module]) -> dict[Slot, Tensor]:
     return {(module, name): value for module, name, value in held if value is not None}
 
 
+def is_bias(layer: Any, name: str) -> bool:
+    """Whether a parameter is one that a layer of the library adds to what it gives; not in a subclass of the user's."""
+    return "bias" in name and type(layer).__module__.startswith("expanded_nn.layers.") and not layer.calls_others
+
+
 class Lent(NamedTuple):
     """What stands in the place of a parameter while the general rule's `vmap` runs.
 
