@@ -304,7 +304,8 @@ class Halves:
     def _hides_by_zeros(self, *, is_random: bool) -> bool:
         """Whether half of the samples give other results, once the parameters that are zero have other numbers.
 
-        What a layer mixes is multiplied by zero where the next one begins with zeros, as the last one of a branch may. A bias hides nothing.
+        What a layer mixes is multiplied by zero where the next one begins with zeros, as the last one of a branch may.
+        A bias hides nothing.
         """
         held = {slot: p for slot, p in parameters_of(self.module.modules()).items() if not is_bias(*slot)}
         zeros = {p: torch.empty_like(p) for p in held.values() if p.requires_grad and p.numel() and not p.any()}
