@@ -1232,6 +1232,41 @@ def test_batches_in_objects_run_eagerly() -> None:
     assert [ref() for ref in held] == [None] * 4
 
 
+class Fitted:
+    """A model and its optimizer, with a step that is a method."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(2)
+        self.model, self.limit = enn.convert(small()).per_sample(), 1.0
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+
+    def eager(self, x: Tensor, y: Tensor, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        optimizer = optimizer or self.optimizer
+        F.cross_entropy(self.model(x), y).backward()
+        norms = enn.clip_grad_sample_norms_(self.model, self.limit * optimizer.param_groups[0]["lr"])
+        state = optimizer.state.get(self.model[0].weight, {})
+        return norms, [moments.sum() for moments in state.values()]
+
+    step = enn.compile(eager, backend="eager")
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["of_self", "argument"])
+def test_a_method_of_what_holds_an_optimizer(given: bool) -> None:
+    compiled, eager = Fitted(), Fitted()
+    known = len(graphs(Fitted.step))
+    for number, (x, y) in enumerate(samples(*[4] * 9)):
+        if number == 6:
+            compiled.limit = eager.limit = 0.5
+        results = []
+        for fitted, step in ((compiled, compiled.step), (eager, eager.eager)):
+            result = step(x, y, fitted.optimizer) if given else step(x, y)
+            fitted.optimizer.step()
+            results.append((result, fitted.model[0].weight.grad.clone(), fitted.model[0].weight.detach().clone()))
+            fitted.optimizer.zero_grad()
+        assert_same(*results)
+    assert len(graphs(Fitted.step)) - known == 2
+
+
 def test_tensors_that_are_found_by_names_run_eagerly() -> None:
     """A key holds each, so they are let go of after a while."""
     model, (x, y) = enn.convert(small()).per_sample(), samples(4)[0]

@@ -97,15 +97,20 @@ def data_in(value: Any) -> Iterator[Tensor]:
     return (x if isinstance(x, Tensor) else x.data for x in tensors(value))
 
 
-def contents(value: Any, depth: int = 4, _depths: dict[int, int] | None = None) -> Iterator[Any]:
-    """What is inside containers and plain objects, to some depth; an object that is met again is not opened twice."""
+def contents(
+    value: Any, depth: int = 4, _depths: dict[int, int] | None = None, *, closed: tuple[type, ...] = ()
+) -> Iterator[Any]:
+    """What is inside containers and plain objects, to some depth; an object that is met again is not opened twice.
+
+    Objects of the classes `closed` are not opened.
+    """
     depths = {} if _depths is None else _depths  # id -> depth
     for leaf in tree_leaves(value):
         yield leaf
-        is_object = hasattr(leaf, "__dict__") and not isinstance(leaf, Tensor | nn.Module | type)
+        is_object = hasattr(leaf, "__dict__") and not isinstance(leaf, (Tensor, nn.Module, type, *closed))
         if is_object and depths.get(id(leaf), 0) < depth:
             depths[id(leaf)] = depth
-            yield from contents(list(vars(leaf).values()), depth - 1, depths)
+            yield from contents(list(vars(leaf).values()), depth - 1, depths, closed=closed)
 
 
 def batch_of(value: Any, *, batch_first: bool = True) -> int | None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.jit import ScriptModule
+from torch.optim import Optimizer
 from torch.utils._device import DeviceContext
 
 from expanded_nn.common.batch import contents, is_shared_by_all
@@ -92,7 +93,9 @@ def _of_arguments(value: Any, tensors: dict[int, Tensor], objects: list[Any]) ->
         return key_of_plain(value)
     if isinstance(value, dict) or has_items(value):
         return cls, tuple([(key, _of_arguments(item, tensors, objects)) for key, item in items_of(value).items()])
-    if cls is not Projection and any(isinstance(part, Tensor) for part in contents(value)):
+    # those in an optimizer, as in the `self` of a method, are the models'
+    held = () if cls is Projection else contents(value, closed=(Optimizer,))
+    if any(isinstance(part, Tensor) for part in held):
         raise OnlyEager(
             f"an argument is a {cls.__name__} that holds tensors (give these, in tuples, lists, dicts or dataclasses)"
         )

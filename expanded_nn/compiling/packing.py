@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim import Optimizer
 
 from expanded_nn.common.batch import contents
 from expanded_nn.common.traced import OnlyEager
@@ -95,7 +96,7 @@ def _packed_count(count: Any, parts: list[Any]) -> Remake:
 
 def _holds_tensors(value: Any) -> bool:
     """Whether tensors are in a value, or what it refers to holds tensors of a trace, as a set or a function may."""
-    if any(isinstance(part, Tensor) for part in contents(value)):
+    if any(isinstance(part, Tensor) for part in contents(value, closed=(Optimizer,))):
         return True
     seen, left = {id(value)}, [value]
     while left and len(seen) < MOST:
