@@ -26,7 +26,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import expanded_nn as enn
-from cases import CASES, EVEN_SAME, Case
+from cases import CASES, EVEN_SAME, Case, Scale
 from expanded_nn.compiling.backends import _PRODUCTS, _spell_out_small_products, _take_biases_out
 from expanded_nn.core import cost
 
@@ -585,6 +585,22 @@ def test_batches_of_many_sizes_take_few_graphs() -> None:
         rows = model[0].weight.grad_sample
         assert rows.shape == (size, 16, 8)
     assert len(graphs(step)) <= 5
+
+
+def test_several_sizes_that_change_in_a_module_with_parameters_of_its_own() -> None:
+    model = enn.convert(Scale(4)).per_sample()
+
+    def step(x: Tensor) -> Any:
+        model.zero_grad()
+        loss = model(x).square().flatten(1).sum(1).mean()
+        loss.backward()
+        return loss.detach(), enn.clip_grad_sample_norms_(model, 1.0)
+
+    compiled = enn.compile(step, backend="eager")
+    for sizes in ((3, 5), (4, 6), (5, 5), (6, 7), (7, 8), (9, 9), (12, 3)):
+        x = torch.randn(*sizes, 4)
+        assert_same(compiled(x), step(x))
+    assert len(graphs(compiled)) <= 3
 
 
 def test_sizes_that_come_once_are_not_compiled() -> None:

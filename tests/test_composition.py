@@ -162,6 +162,69 @@ def test_checkpoint(family: Family, use_reentrant: bool, nested: bool) -> None:
         right(model, expected, call)
 
 
+class Drawing(nn.Module):
+    """Has a parameter of its own beside a layer, and draws random numbers in some way."""
+
+    def __init__(self, draw: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.scale, self.draw = nn.Linear(4, 4), nn.Parameter(torch.linspace(0.5, 1.5, 4)), draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.draw(self, self.layer(x))
+
+
+def channels_last(*layers: nn.Module) -> nn.Module:
+    class Model(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.unflatten(-1, (2, 2)).transpose(1, 2).to(memory_format=torch.channels_last))
+
+    return Model(*layers, nn.Dropout(0.5))
+
+
+# what gives the same numbers in both forwards of a reentrant checkpoint; and what is refused there
+DRAWING: dict[str, Callable[[], nn.Module]] = {
+    "of_results": lambda: Drawing(lambda m, h: F.dropout(h * m.scale)),
+    "noise": lambda: Drawing(lambda m, h: h * m.scale + torch.randn_like(h)),
+    "encoder": lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.5, batch_first=True),
+    "group_norm": lambda: channels_last(nn.GroupNorm(1, 2)),
+    "prelu": lambda: channels_last(nn.PReLU(2)),
+}
+DRAWING_OTHERWISE: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "of_a_weight": lambda m, h: h * F.dropout(m.scale),
+    "of_what_all_share": lambda m, h: h + torch.rand(len(h[0]), 1) * m.scale,
+    "in_another_order": lambda m, h: F.dropout((h * m.scale).mT).mT,
+    "folded": lambda m, h: F.dropout(h.transpose(0, 1).flatten(0, 1) * m.scale).unflatten(0, (-1, len(h))).mT,
+}
+
+
+@pytest.mark.parametrize("name", [*DRAWING, *DRAWING_OTHERWISE])
+@pytest.mark.parametrize("nested", [False, True])
+def test_random_numbers_in_a_reentrant_checkpoint(name: str, nested: bool) -> None:
+    """The gradient is that of the loss that was computed, whose forward had no gradients, or it is an error."""
+    module = DRAWING[name]() if name in DRAWING else Drawing(DRAWING_OTHERWISE[name])
+    model, x = on(module), torch.randn(SAMPLES, 5, 4, requires_grad=True)
+
+    def loss(part: nn.Module) -> Tensor:
+        torch.manual_seed(1)
+        inner = partial(checkpoint, part, use_reentrant=False) if nested else part
+        return checkpoint(inner, x, use_reentrant=True).exp().sum()
+
+    for _ in range(3):
+        model.zero_grad()
+        module.zero_grad()
+        ours, plain = loss(model), loss(module)
+        plain.backward()
+        if name in DRAWING_OTHERWISE:
+            with pytest.raises(enn.PerSampleError, match=r"draws random numbers .*use_reentrant=False"):
+                ours.backward()
+            continue
+        ours.backward()
+        assert float(ours.detach()) == pytest.approx(float(plain.detach()))
+        for mine, theirs in zip(model.parameters(), module.parameters(), strict=True):
+            assert_close(mine.grad, theirs.grad)
+            assert_close(mine.grad_sample.sum(0), theirs.grad)
+
+
 _ATEN = torch.ops.aten
 _KEPT = (_ATEN.mm, _ATEN.addmm, _ATEN.bmm, _ATEN.tanh, _ATEN.embedding, _ATEN.native_layer_norm, _ATEN._softmax)
 KEEPING = partial(create_selective_checkpoint_contexts, [operation.default for operation in _KEPT])

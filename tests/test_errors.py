@@ -32,6 +32,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint
 
 import expanded_nn as enn
+from cases import Scale
 from expanded_nn import projection_store
 from expanded_nn.factored import rebuilt
 from expanded_nn.recording.sharded import scattered
@@ -1867,6 +1868,16 @@ def a_first_argument_of_one_row() -> None:
 )
 def samples_in_another_order() -> None:
     feed(nn.Linear(4, 4), lambda layer, x: layer(layer(x).roll(1, 0)))
+
+
+@refused(r"^Drawn: within a reentrant checkpoint it draws random numbers for each sample.*use_reentrant=False")
+def other_numbers_in_a_reentrant_checkpoint() -> None:
+    class Drawn(Scale):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * nn.functional.dropout(self.scale)
+
+    model = enn.convert(Drawn(4)).per_sample()
+    checkpoint(model, torch.randn(3, 4, requires_grad=True), use_reentrant=True).sum().backward()
 
 
 @refused(

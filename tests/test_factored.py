@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from expanded_nn import FactoredTensor, PerSampleError, PerSampleGrads
+from expanded_nn import FactoredTensor, PerSampleError, PerSampleGrads, convert
 from expanded_nn.core.algebra import Kind
 from expanded_nn.core.geometry import Geometry
 from expanded_nn.core.parts import Parts
@@ -260,6 +260,17 @@ def test_rows_of_other_sides_meet_as_vectors(kind: str, other_kind: str, sides: 
 def test_gram(kind: str, other: str) -> None:
     (rows, twin), (others, other_twin) = make(kind), make(other)
     same(rows.gram(others), twin.flatten(1) @ other_twin.flatten(1).t())
+
+
+def test_without_samples() -> None:
+    """Many views begin with 0 then."""
+    model = convert(nn.Linear(5, 3)).per_sample(keep_factors=True, loss_reduction="sum")
+    model(torch.randn(0, 5)).sum().backward()
+    rows = model.weight.grad_sample
+    assert isinstance(rows, FactoredTensor)
+    for product, shape in ((rows @ torch.ones(5), (0, 3)), (rows.view(-1, 5), (0, 5)), (rows.flatten(1), (0, 15))):
+        assert tuple(product.shape) == shape
+        assert product.sum() == 0
 
 
 def test_the_algebra_by_keywords() -> None:

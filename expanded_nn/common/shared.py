@@ -65,6 +65,27 @@ def as_no_view(output: Tensor) -> Tensor:
     return cast(Tensor, torch.ops.aten._unsafe_view(output, output.shape))
 
 
+def memory_order(tensor: Tensor) -> tuple[int, ...]:
+    """The dimensions of a tensor in the order of memory, that of the largest stride first; none if there are gaps."""
+    if tensor.layout is not torch.strided:
+        return ()
+    strides = tensor.stride()
+    order = sorted(range(len(strides)), key=strides.__getitem__, reverse=True)
+    return tuple(order) if tensor.permute(order).is_contiguous() else ()
+
+
+def laid_out(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
+    """A tensor with its dimensions in that order of memory; as it is if that has others."""
+    if tensor.dim() != len(order) or (turned := tensor.permute(order)).is_contiguous():
+        return tensor
+    return turned.contiguous().permute(sorted(range(len(order)), key=order.__getitem__))
+
+
+def laid_out_like(result: Tensor, x: Tensor) -> Tensor:
+    """A result with its dimensions in the order of memory of `x`: `view` and random numbers follow that."""
+    return result if x.is_contiguous() else laid_out(result, memory_order(x))
+
+
 class _Cast(torch.autograd.Function):
     """A shared weight in another dtype, still expanded."""
 

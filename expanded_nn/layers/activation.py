@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from expanded_nn.common.shared import as_no_view, shared
+from expanded_nn.common.shared import as_no_view, laid_out_like, shared
 from expanded_nn.modules.base import Expanded
 from expanded_nn.modules.registry import expands
 
@@ -47,6 +47,6 @@ class PReLU(Expanded, nn.PReLU):
 
     def expanded_forward(self, input: Tensor) -> Tensor:
         def op(x: Tensor) -> Tensor:
-            return prelu(x, self.expanded("weight"))
+            return laid_out_like(prelu(x, self.expanded("weight")), x)
 
         return self.by_sample(op, int(self.fixed_layout), input=input)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from expanded_nn._errors import complaint
 from expanded_nn.common.batch import own_batch_first, tensors
 from expanded_nn.common.modes import without_fused_inference
+from expanded_nn.common.shared import as_no_view
 from expanded_nn.layers.heads import attention, projected
 from expanded_nn.layers.linear import Linear, linear
 from expanded_nn.layers.twins import expand_modules, raise_for
@@ -113,7 +114,9 @@ class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
             is_causal=is_causal,
         )
         output = self._out_projection(attended)
-        return output.transpose(0, self._samples_dim).contiguous(), weights  # as torch's, of which users take views
+        # in memory as torch's: users take views of it, and random numbers that come after follow that
+        time_first = output.transpose(0, 1).contiguous()
+        return as_no_view(time_first.transpose(0, 1 - self._samples_dim)), weights
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """Query, key and value as attention sees them, `(B, T, E)` each."""

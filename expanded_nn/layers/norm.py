@@ -421,7 +421,11 @@ class GroupNorm(Expanded, nn.GroupNorm):
 
     def expanded_forward(self, input: Tensor) -> Tensor:
         def op(x: Tensor) -> Tensor:
-            return group_norm(x, self.num_groups, self.expanded("weight"), self.expanded("bias"), self.eps)
+            result = group_norm(x, self.num_groups, self.expanded("weight"), self.expanded("bias"), self.eps)
+            channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+            if channels_last is None or x.is_contiguous() or not x.is_contiguous(memory_format=channels_last):
+                return result
+            return result.contiguous(memory_format=channels_last)
 
         return self.by_sample(op, 1, input=input)
 

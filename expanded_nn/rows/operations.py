@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from math import prod
 from typing import Any, cast
 
 import torch
@@ -110,7 +111,7 @@ def _viewed(rows: Rows, shape: Sequence[int]) -> Any:
     if rows.is_dense or not shape:
         return NotImplemented
     shape = torch.empty(rows.shape, device="meta").view(*shape).shape
-    if shape[0] != rows.shape[0]:
+    if shape[0] != rows.shape[0] or prod(shape[1:]) != prod(rows.shape[1:]):  # without samples B is 0 in many views
         return NotImplemented
     return type(rows)(rows._cell, shape)
 

@@ -26,6 +26,7 @@ from torch.utils._pytree import (
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn.common.batch import FOLDED, contents, may_have_derivatives, unfolded
 from expanded_nn.common.modes import checkpoint_hooks, of_all, unseen
+from expanded_nn.common.shared import laid_out
 from expanded_nn.common.steady import OURS, RandomStates, Traces
 from expanded_nn.common.traced import FirstEager, OnlyEager
 from expanded_nn.layers.general.one_sample import OneSample, ids_of_one_sample, is_of_one_sample
@@ -139,7 +140,7 @@ class Mapped:
 
     def laid_out(self, orders: Sequence[tuple[int, ...]]) -> Mapped:
         """The same, laid out in memory as torch's results are, by their `memory_order`: `view` depends on it."""
-        return dataclasses.replace(self, tensors=list(map(_laid_out, self.tensors, orders)))
+        return dataclasses.replace(self, tensors=list(map(laid_out, self.tensors, orders)))
 
     def result(self) -> Any:
         """What the forward returns for the whole batch."""
@@ -206,11 +207,11 @@ class Mapper:
                 raise
         if loops:
             self._refuse_differences(returned)
-        shapes = {tuple(x.shape for x in tensors_of(result)) for result in returned}
+        shapes = [[x.shape for x in tensors_of(result)] for result in returned]  # which may be of symbols
         pairs = zip(results, possible_dims, strict=True)
         of_all = [_with_samples_in(first, x) for x, (first, *_) in pairs]
         self._refuse_folded_alone(returned[-1], possible_dims)
-        return Mapped(returned[-1], of_all, possible_dims, is_filled_up=len(shapes) > 1)
+        return Mapped(returned[-1], of_all, possible_dims, is_filled_up=any(each != shapes[0] for each in shapes))
 
     def _of_one_sample(self, weights: list[Tensor], inputs: list[Any]) -> Any:
         """What the forward returns for one sample, as a batch of one: its parameters are `weights` meanwhile."""
@@ -446,15 +447,6 @@ def tensors_of(result: Any) -> list[Tensor]:
     return [leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]
 
 
-def memory_order(tensor: Tensor) -> tuple[int, ...]:
-    """The dimensions of a tensor in the order of memory, that of the largest stride first; none if there are gaps."""
-    if tensor.layout is not torch.strided:
-        return ()
-    strides = tensor.stride()
-    order = sorted(range(len(strides)), key=strides.__getitem__, reverse=True)
-    return tuple(order) if tensor.permute(order).is_contiguous() else ()
-
-
 def contiguous_as_plain(result: Any, orders: Sequence[tuple[int, ...]]) -> Any:
     """A forward's result on the whole batch, contiguous where the plain one was, by its `memory_order`."""
     tensors = [result] if type(result) is Tensor else tensors_of(result)
@@ -470,12 +462,6 @@ def contiguous_as_plain(result: Any, orders: Sequence[tuple[int, ...]]) -> Any:
 
 def _lacks_order(tensor: Tensor, order: tuple[int, ...]) -> bool:
     return order == tuple(range(tensor.dim())) and not tensor.is_contiguous()
-
-
-def _laid_out(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
-    if tensor.dim() != len(order) or (turned := tensor.permute(order)).is_contiguous():
-        return tensor
-    return turned.contiguous().permute(sorted(range(len(order)), key=order.__getitem__))
 
 
 def _stacked(results: Sequence[Tensor]) -> Tensor:

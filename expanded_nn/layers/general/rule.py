@@ -24,9 +24,10 @@ from torch.utils._pytree import tree_unflatten
 from expanded_nn._errors import complaint
 from expanded_nn.common.batch import FOLDED, data_in
 from expanded_nn.common.meanwhile import meanwhile
-from expanded_nn.common.modes import uncounted, unseen
+from expanded_nn.common.modes import running_backward, uncounted, unseen
+from expanded_nn.common.rounding import near
 from expanded_nn.common.steady import RandomStates
-from expanded_nn.common.traced import refuse_values, wait_for_values
+from expanded_nn.common.traced import is_traced, refuse_values, wait_for_values
 from expanded_nn.layers.general.mapped import (
     NOT_OF_THE_FORWARD,
     Called,
@@ -34,14 +35,17 @@ from expanded_nn.layers.general.mapped import (
     contiguous_as_plain,
     flatten,
     once_per_sample,
+    tensors_of,
 )
 from expanded_nn.layers.general.opened import called
+from expanded_nn.layers.general.plain import Plain
 from expanded_nn.layers.general.reading import read
 from expanded_nn.layers.general.trial import Told, Trial
 from expanded_nn.layers.general.whole import reads_of_its_own
 from expanded_nn.layers.general.whole_batch import WholeBatch
 from expanded_nn.modules.base import Expanded
 from expanded_nn.modules.layout import refusal
+from expanded_nn.recording.callers import runs_a_plain_forward_again
 from expanded_nn.recording.forward import InputNotes
 from expanded_nn.recording.lift import Lent, Slot, parameters_of, swapped
 from expanded_nn.recording.recorder import Recorder
@@ -136,6 +140,12 @@ class General(Expanded):
             return self._plain_forward(*args, **kwargs)  # its children see to theirs
         if self._holds_the_only_sample(args, kwargs):
             return self._of_the_only_sample(args, kwargs)
+        if running_backward() >= 0 and not is_traced() and runs_a_plain_forward_again():
+            return self._computed_again(args, kwargs)
+        return self._of_samples_in(args, kwargs)
+
+    def _of_samples_in(self, args: Any, kwargs: Any) -> Any:
+        """The result for all samples, with a graph for the rows."""
         call = read(self, args, kwargs)
         with reads_of_its_own():
             result = self._on_whole_batch(self, call).result()
@@ -147,6 +157,31 @@ class General(Expanded):
         if order is not None and call.kind in self._told.compared:
             with unseen():
                 order.note_layout(self, data_in(result), self._told.compared[call.kind].dims)
+        return result
+
+    def _computed_again(self, args: Any, kwargs: Any) -> Any:
+        """The result, in a reentrant checkpoint whose first forward was the plain one.
+
+        Raises:
+            PerSampleError: If that has drawn other random numbers, so that the loss is not of this result.
+        """
+        before = RandomStates([*self.modules(), args, kwargs])
+        result = self._of_samples_in(args, kwargs)
+        after = RandomStates([*self.modules(), args, kwargs])
+        if not before.restore():
+            return result
+        with unseen(), self._unnoticed():
+            plain = Plain(self, (args, kwargs))(hooks=True, draws=True)
+            differs = after.restore()
+            given = [leaf.detach() for leaf in tensors_of(result)]
+            if differs or len(plain) != len(given) or not all(map(near, plain, given)):
+                raise complaint(
+                    self.qualified_name,
+                    "within a reentrant checkpoint it draws random numbers for each sample, and has drawn them in "
+                    "another way in the checkpoint's first forward, which has no gradients",
+                    "the same numbers both times",
+                    "Call checkpoint(..., use_reentrant=False).",
+                )
         return result
 
     def _holds_the_only_sample(self, args: Any, kwargs: Any) -> bool:

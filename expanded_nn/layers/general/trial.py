@@ -16,6 +16,7 @@ from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn.common.batch import FOLDED, unfolded
 from expanded_nn.common.modes import running_backward, unseen
 from expanded_nn.common.rounding import are_equal, are_near, near
+from expanded_nn.common.shared import memory_order
 from expanded_nn.common.steady import BeforeForward, WithoutChance
 from expanded_nn.factored import as_factored
 from expanded_nn.layers.general.batched import Batched
@@ -36,7 +37,6 @@ from expanded_nn.layers.general.mapped import (
     Mapper,
     flatten,
     is_cache,
-    memory_order,
     moved,
     of_sample,
     once_per_sample,
