@@ -33,6 +33,7 @@ from oracle import (
     set_seed,
     total_loss,
 )
+from some import slow
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True:UserWarning"),
@@ -282,11 +283,11 @@ every_case = pytest.mark.parametrize("case", ATTENTION + TRANSFORMERS, ids=lambd
         laws.test_same_forward,
         laws.test_off_is_the_very_torch_code,
         laws.test_input_gradients,
-        laws.test_input_that_requires_grad_changes_no_row,
+        slow(laws.test_input_that_requires_grad_changes_no_row),
         laws.test_second_derivative_by_the_input,
         laws.test_empty_batch,
         laws.test_two_calls_in_one_pass_add,
-        laws.test_accumulate_grad_false_replaces,
+        slow(laws.test_accumulate_grad_false_replaces),
     ],
     ids=lambda law: law.__name__,
 )

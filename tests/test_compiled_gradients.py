@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import expanded_nn as enn
+from some import slow
 from test_compiled_step import assert_same, classified, graphs, outcome, perceptron, samples, two_layers
 
 
@@ -220,7 +221,7 @@ def added_up(own: nn.Module, other: nn.Module) -> Tensor:
     return sum((p.grad.square().sum() for p in other.parameters() if p.grad is not None), torch.zeros(()))
 
 
-@pytest.mark.parametrize("is_converted", [True, False])
+@pytest.mark.parametrize("is_converted", [True, slow(False)])
 @pytest.mark.parametrize("look", [cleared_by_optimizer, cleared_by_model, added_up])
 def test_gradients_of_a_model_that_the_step_does_not_call(look: Callable[..., Any], is_converted: bool) -> None:
     """They are not there when the step is traced, and later they are."""

@@ -33,6 +33,7 @@ from torch.overrides import TorchFunctionMode
 import expanded_nn as enn
 from cases import EVEN_SAME
 from expanded_nn.compile import NEW_KINDS
+from some import some_of
 from test_compiled_step import assert_same, classified, graphs, perceptron, samples, small
 
 pytestmark = pytest.mark.filterwarnings(EVEN_SAME)
@@ -777,7 +778,7 @@ HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], float], Callable[[Any],
 }
 
 
-@pytest.mark.parametrize(("make", "read", "change"), HELD.values(), ids=HELD)
+@pytest.mark.parametrize(("make", "read", "change"), some_of(HELD))
 def test_numbers_that_are_found_in_other_ways(
     make: Callable[[], Any], read: Callable[[Any], float], change: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

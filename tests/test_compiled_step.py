@@ -29,6 +29,7 @@ import expanded_nn as enn
 from cases import CASES, EVEN_SAME, Case, Scale
 from expanded_nn.compiling.backends import _PRODUCTS, _spell_out_small_products, _take_biases_out
 from expanded_nn.core import cost
+from some import some
 
 pytestmark = pytest.mark.filterwarnings(EVEN_SAME, "ignore:Using backward\\(\\) with create_graph=True:UserWarning")
 
@@ -171,7 +172,7 @@ def of_call(model: nn.Module, call: Any) -> Any:
     return loss.detach(), enn.clip_grad_sample_norms_(model, 0.5)
 
 
-@pytest.mark.parametrize("case", [case for case in FIRST if case.name not in UNROLLED], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", some([c for c in FIRST if c.name not in UNROLLED]), ids=lambda case: case.name)
 def test_each_layer(case: Case) -> None:
     of_case(case)
 

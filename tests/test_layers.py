@@ -29,6 +29,7 @@ from oracle import (
     set_seed,
     total_loss,
 )
+from some import slow
 
 pytestmark = [
     pytest.mark.filterwarnings(EVEN_SAME),
@@ -344,6 +345,7 @@ def test_small_rows_equal_the_loop(case: Case) -> None:
     test_rows_equal_the_loop(case, "mean", BATCH)
 
 
+@pytest.mark.slow
 @pytest.mark.small_rows
 @with_float_input
 def test_gradient_penalty_with_small_rows(case: Case) -> None:
@@ -413,7 +415,7 @@ def test_accumulate_grad_false_replaces(case: Case) -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [slow(torch.float32), torch.bfloat16], ids=str)
 @with_parameters
 def test_lower_precision(case: Case, dtype: torch.dtype) -> None:
     tolerance = {torch.float32: 1e-4, torch.bfloat16: 5e-2}[dtype]

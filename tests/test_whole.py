@@ -35,6 +35,7 @@ from oracle import (
     set_seed,
     total_loss,
 )
+from some import some_of
 
 B, T, D = 3, 5, 4
 
@@ -469,7 +470,7 @@ def once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.usefixtures("once")
-@pytest.mark.parametrize(("make", "args"), WHOLE.values(), ids=WHOLE)
+@pytest.mark.parametrize(("make", "args"), some_of(WHOLE))
 def test_computed_once(make: Callable[[], nn.Module], args: Any) -> None:
     module = make()
     if isinstance(getattr(module, "inner", None), Own) and hasattr(module, "w"):
@@ -580,7 +581,7 @@ class TestComputedOnce:
             assert_close_rows(rows_of(model), expected)
 
 
-@pytest.mark.parametrize(("make", "args"), WHOLE.values(), ids=WHOLE)
+@pytest.mark.parametrize(("make", "args"), some_of(WHOLE))
 @pytest.mark.parametrize("samples", [1, 4, *(pytest.param(samples, marks=pytest.mark.slow) for samples in (2, 5))])
 def test_other_numbers_of_samples(make: Callable[[], nn.Module], args: Any, samples: int) -> None:
     """One sample; as many as there are features or positions; after another number of them."""

@@ -83,7 +83,7 @@ def laid_out(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
 
 def laid_out_like(result: Tensor, x: Tensor) -> Tensor:
     """A result with its dimensions in the order of memory of `x`: `view` and random numbers follow that."""
-    return result if x.is_contiguous() else laid_out(result, memory_order(x))
+    return result if x.is_contiguous() else as_no_view(laid_out(result, memory_order(x)))
 
 
 class _Cast(torch.autograd.Function):
