@@ -6,18 +6,21 @@ from typing import Any
 import pytest
 
 
-def some(values: Sequence[Any], every: int = 2) -> list[Any]:
-    """The values, of which each second one (or third, ...) runs each time."""
-    return [value if number % every == 0 else slow(value) for number, value in enumerate(values)]
-
-
-def some_of(named: Mapping[str, Any], every: int = 2) -> list[Any]:
-    """The values with their names as ids; a tuple has several parameters."""
-    values = [value if isinstance(value, tuple) else (value,) for value in named.values()]
-    marks = [[] if number % every == 0 else [pytest.mark.slow] for number in range(len(named))]
-    return [pytest.param(*value, id=name, marks=mark) for name, value, mark in zip(named, values, marks, strict=True)]
-
-
 def slow(value: Any) -> Any:
-    """A value with which a test is slow."""
-    return pytest.param(value, marks=pytest.mark.slow)
+    """A value with which a test is slow; a tuple has several parameters."""
+    return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow)
+
+
+def some(values: Sequence[Any]) -> list[Any]:
+    """The values, of which each second one runs each time."""
+    return [slow(value) if number % 2 else value for number, value in enumerate(values)]
+
+
+def some_of(named: Mapping[str, Any]) -> list[Any]:
+    """Likewise, with their names as ids."""
+    return [
+        pytest.param(
+            *(value if isinstance(value, tuple) else (value,)), id=name, marks=[pytest.mark.slow] * (number % 2)
+        )
+        for number, (name, value) in enumerate(named.items())
+    ]

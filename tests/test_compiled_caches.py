@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from some import slow
 from test_compiled_state import batch, compared, trained
 
 HELD, OF_CONTEXT, OF_THREAD = torch.zeros(1), ContextVar[Any]("OF_CONTEXT", default=None), threading.local()
@@ -143,7 +144,7 @@ def first_of(get: Callable[[int], Any]) -> Callable[[int], Tensor]:
 @pytest.mark.parametrize(
     ("place", "gives_gradients"),
     [
-        *(pytest.param(place, False, marks=[pytest.mark.slow] if place in SELDOM else []) for place in PLACES),
+        *(slow((place, False)) if place in SELDOM else (place, False) for place in PLACES),
         *(
             pytest.param(place, True, marks=pytest.mark.slow)
             for place in ("cache_of_a_method", "dict_of_the_model", "context_variable")

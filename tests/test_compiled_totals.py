@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import expanded_nn as enn
 from expanded_nn.core import cost
+from some import slow
 from test_compiled_step import assert_same, graphs, outcome, perceptron
 
 Step = Callable[..., Any]
@@ -115,7 +116,7 @@ def in_their_basis(model: nn.Module, x: Tensor, y: Tensor, total: Any) -> None:
     "step",
     [
         *(added_in_place, preconditioned, in_their_basis),
-        *(pytest.param(s, marks=pytest.mark.slow) for s in (returned, added_up)),
+        *map(slow, (returned, added_up)),
     ],
 )
 def test_factors_that_go_through_the_calls(step: Step, waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:

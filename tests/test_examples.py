@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 import expanded_nn as enn
+from some import slow
 
 pytestmark = pytest.mark.small_rows
 
@@ -211,7 +212,7 @@ def meta_learning() -> Parts:
     "make",
     [
         *(private, noise, wrong_labels, influences, passages),
-        *(pytest.param(make, marks=pytest.mark.slow) for make in (balanced, margins, language, meta_learning)),
+        *map(slow, (balanced, margins, language, meta_learning)),
     ],
 )
 def test_steps_as_a_graph(make: Callable[[], Parts]) -> None:

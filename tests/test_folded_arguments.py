@@ -16,6 +16,7 @@ from expanded_nn.core import cost
 from expanded_nn.layers.general.alone import Alone, FoldedBatch
 from expanded_nn.modules.registry import EXPANDED
 from oracle import Call, assert_close, assert_close_rows, loop, rows_of, set_seed, total_loss
+from some import slow
 from test_folded import runs_whole, values
 
 B, N, T, D, IMAGE = 3, 2, 5, 4, 9  # each sample has N images in its T words
@@ -290,7 +291,7 @@ def assert_right(module: nn.Module, *calls: Call, objective: Any = total_loss) -
     [
         *((name, Reader) for name in TOWERS),
         *((name, ReadsAValue) for name in [*TOWERS][::6]),
-        *(pytest.param(name, ReadsAValue, marks=pytest.mark.slow) for n, name in enumerate(TOWERS) if n % 6),
+        *(slow((name, ReadsAValue)) for n, name in enumerate(TOWERS) if n % 6),
     ],
 )
 def test_towers(name: str, kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:

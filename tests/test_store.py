@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import expanded_nn as enn
 from processes import torchrun
+from some import slow
 
 SAMPLES, DIM, BATCH = 50, 32, 4
 
@@ -167,7 +168,7 @@ def test_a_killed_process_is_resumed(tmp_path: Path) -> None:
     assert contents(folder) == contents(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("syncs", [8, pytest.param(9, marks=pytest.mark.slow)])  # the first is of the settings
+@pytest.mark.parametrize("syncs", [8, slow(9)])  # the first is of the settings
 def test_a_process_that_dies_between_the_numbers_and_the_ids(tmp_path: Path, syncs: int) -> None:
     filled(tmp_path / "whole")
     process = start(tmp_path / "killed", f"dies {syncs}")

@@ -6,14 +6,13 @@ import linecache
 import sys
 from collections.abc import Iterable
 from traceback import walk_stack
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 from torch.utils import checkpoint
 
 from expanded_nn._errors import LIBRARIES, MADE_BY_LIBRARIES
 
-_AGAIN = (checkpoint.CheckpointFunction.backward.__code__,)
 # between a call and those who look at it
 _OF_TORCH = {"__torch_function__", "handle_torch_function", "__len__", "__iter__", "pad_sequence"}
 
@@ -49,13 +48,13 @@ def runs_a_plain_forward_again() -> bool:
 
     In any other checkpoint it has run with them.
     """
-    codes = (frame.f_code for frame, _ in walk_stack(sys._getframe(1)))
-    first = next((code for code in codes if code in _AGAIN or _unpacks(code)), None)
-    return first is None or not _unpacks(first)
-
-
-def _unpacks(code: CodeType) -> bool:
-    return code.co_name == "unpack_hook" and code.co_filename == checkpoint.__file__
+    reentrant = checkpoint.CheckpointFunction.backward.__code__
+    for frame, _ in walk_stack(sys._getframe(1)):  # the innermost checkpoint tells
+        if frame.f_code is reentrant:
+            return True
+        if frame.f_code.co_name == "unpack_hook" and frame.f_code.co_filename == checkpoint.__file__:
+            return False
+    return True
 
 
 def line_of_user() -> tuple[str, int]:

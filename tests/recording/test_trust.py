@@ -2928,7 +2928,8 @@ TURNS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] 
 }
 
 
-PLACES = r"from \w+, line .*test_trust.py, has the samples in dimension|each other's places \(.*test_trust.py"
+TURNED = r"from \w+, line .*test_trust.py, has the samples in dimension"
+PLACES = rf"{TURNED}|each other's places \(.*test_trust.py"
 
 
 @pytest.mark.parametrize("way", ["forth", "back"])
@@ -2937,9 +2938,9 @@ PLACES = r"from \w+, line .*test_trust.py, has the samples in dimension|each oth
 def test_positions_that_are_as_many_as_the_samples(turn: tuple[Any, Any], way: str, *, batch_first: bool) -> None:
     """Turned about, they would be taken for samples."""
     module = TurnedAbout(*(turn if way == "forth" else reversed(turn)))
-    with pytest.warns(enn.PerSampleWarning, match=PLACES):
+    with pytest.warns(enn.PerSampleWarning, match=TURNED):
         right(on(module), module, forward, values(B, B, D))
-    with pytest.raises(enn.PerSampleError, match=f"{PLACES}|comes from a part of the samp"):
+    with pytest.raises(enn.PerSampleError, match=f"{TURNED}|comes from a part of the samp"):
         on(module, escalate=False, batch_first=batch_first)(values(B, B, D))
 
 
@@ -3014,7 +3015,7 @@ def test_single_position_in_the_place_of_the_samples() -> None:
             return self.second(self.first(x.transpose(0, 1)).tanh()).transpose(0, 1)
 
     module = Model()
-    with pytest.warns(enn.PerSampleWarning, match=PLACES):
+    with pytest.warns(enn.PerSampleWarning, match=TURNED):
         right(on(module), module, forward, values(B, 1, D))
 
 

@@ -165,9 +165,10 @@ class General(Expanded):
         Raises:
             PerSampleError: If that has drawn other random numbers, so that the loss is not of this result.
         """
-        before = RandomStates([*self.modules(), args, kwargs])
+        holders = [*self.modules(), args, kwargs]
+        before = RandomStates(holders)
         result = self._of_samples_in(args, kwargs)
-        after = RandomStates([*self.modules(), args, kwargs])
+        after = RandomStates(holders)
         if not before.restore():
             return result
         with unseen(), self._unnoticed():
