@@ -22,7 +22,7 @@ from expanded_nn.common.traced import FirstEager, LookFirst, OnlyEager, TraceErr
 from expanded_nn.compiling.backends import Backend, CompilerError, backend_of, draws_alike
 from expanded_nn.compiling.called import Called, Code
 from expanded_nn.compiling.comparison import run_beside
-from expanded_nn.compiling.families import Family, LastCall, Met, Shapes, is_gone
+from expanded_nn.compiling.families import Family, Former, LastCall, Met, is_gone
 from expanded_nn.compiling.kinds import Call, of_models, of_surroundings
 from expanded_nn.compiling.looks import StepValues
 from expanded_nn.compiling.replay import ArgumentDim, Graph
@@ -37,6 +37,7 @@ MOST_GRAPHS = 16
 MOST_FAULTS = 4
 MOST_KINDS = 64
 NEW_KINDS = 16  # in a row, after which a warning says why nothing is compiled
+NEW_MODELS = 8  # the same
 _ONE_AT_A_TIME = Lock()
 
 
@@ -168,7 +169,7 @@ class Graphs:
         step_values: Gives a key for the values that the step refers to by names.
         mets: What has taken part, by the thread: models of another one may be at work, so they are not looked at.
         families: The graphs, by the kind of the call.
-        first_shapes: The kind of a call -> the shapes of the calls that ran before any module was known.
+        former: The modules that had taken part before other ones took their places.
         last: The last call, if a graph ran or such calls run eagerly for good; not if gradients from before the call
             made a difference.
         warnings: The warnings that were given, each of them once.
@@ -180,7 +181,7 @@ class Graphs:
         self.given, self.lock = (backend, options), RLock()
         self.mets: dict[Thread, Met] = {}
         self.families: dict[Hashable, Family] = {}
-        self.first_shapes: dict[Hashable, list[Shapes]] = {}
+        self.former = Former()
         self.last: LastCall | None = None
         self.warnings: set[str] = set()
         self.called: dict[int, Code] = {}
@@ -239,7 +240,7 @@ class Graphs:
                     return self._run_eagerly(call, key)
             if not self.families:
                 met.first_count = len(met.modules)
-            family = self.families[kind] = Family.of(self.first_shapes.pop(key, ()))
+            family = self.families[kind] = Family.of(met.first_shapes.pop(key, ()))
             if len(self.families) == NEW_KINDS and not any(other.graphs for other in self.families.values()):
                 self._warn_of_kinds()
         if not family.by_shapes:  # the first of its kind
@@ -316,6 +317,9 @@ class Graphs:
         living = [recorder for recorder in recorders if not is_gone(recorder)]
         for recorder in living:
             modules.update(dict.fromkeys(recorder.modules()))
+        if self.met.has_run and len(self.mets) == 1 and self.former.begins(modules, self.met.modules):
+            self._begin_anew()
+            return result
         self.met.has_run = True
         self.met.add(list(modules), living)
         self.met.refer(self.step_values.modules)
@@ -323,7 +327,7 @@ class Graphs:
         self._add_called()
         if key is not None:  # the functions of the modules are known now
             key = key[0], self.step_values.look(call.objects).key, key[2]
-            self.first_shapes.setdefault(key, []).append(call.shapes)
+            self.met.first_shapes.setdefault(key, []).append(call.shapes)
         return result
 
     def _watched(self, *args: Any, **kwargs: Any) -> Any:
@@ -459,8 +463,17 @@ class Graphs:
             "step: a tensor, or tensors in tuples, lists, dicts or dataclasses)"
         )
         if len(self.met.modules) > self.met.first_count:  # new ones at each call, which would be held for ever
-            self.mets, self.families = {}, {}
-            self.step_values = StepValues(self.step)
+            self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """Lets go of all graphs, and of the modules that they are for."""
+        has_graphs = any(family.graphs for family in self.families.values())
+        self.former.in_vain = 0 if has_graphs else self.former.in_vain + 1
+        if self.former.in_vain == NEW_MODELS:
+            self._warn_of_eager(
+                "call after call is of new modules (make the model once, and give it other weights by load_state_dict)"
+            )
+        self.mets, self.families, self.step_values = {}, {}, StepValues(self.step)
 
     def _warn_of_eager(self, reason: str) -> None:
         """Warns, once for each reason, that the step runs eagerly."""

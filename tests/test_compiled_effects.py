@@ -7,7 +7,9 @@ import importlib
 import pickle
 import sys
 import threading
+import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -533,13 +535,67 @@ def test_copies(copied: Callable[[Any], Any]) -> None:
     torch.testing.assert_close([other.step(*batch(i)) for i in range(3)], [other.run(*batch(i)) for i in range(3)])
 
 
-@pytest.mark.filterwarnings("ignore:.*call after call is of another kind")
-def test_models_of_earlier_calls_are_let_go_of() -> None:
+class Holder:
+    """What a step finds its model in."""
+
+    model: nn.Module
+
+    @enn.compile(backend="eager")
+    def method(self, x: Tensor, y: Tensor) -> Any:
+        """The step as a method."""
+        return trained(self.model, x, y)
+
+
+@pytest.mark.parametrize("given", ["as an argument", "by a name", "by the object of a method"])
+def test_a_model_that_is_gone_is_let_go_of(given: str) -> None:
+    """Models are trained one after the other, as for a cross-validation: there is a graph for each, and no limit."""
+    held, alive, holder = list[Any](), list[int](), Holder()
+    by_argument = enn.compile(trained, backend="eager")
+    by_name = enn.compile(lambda x, y: trained(holder.model, x, y), backend="eager")
+    for fold in range(20):
+        holder = Holder() if given == "by the object of a method" else holder
+        holder.model = enn.convert(perceptron()).per_sample()
+        held.append(weakref.ref(holder.model))
+        for number in range(4):
+            x, y = batch(number)
+            holder.model.zero_grad()
+            if given == "as an argument":
+                loss, compiled = by_argument(holder.model, x, y), by_argument
+            elif given == "by a name":
+                loss, compiled = by_name(x, y), by_name
+            else:
+                loss, compiled = holder.method(x, y), Holder.method
+            torch.testing.assert_close(loss, trained(copy.deepcopy(holder.model), x, y))
+        assert len(graphs(compiled)) == 1, fold
+        gc.collect()
+        alive.append(sum(model() is not None for model in held))
+    assert max(alive) <= 2, alive
+
+
+def test_models_that_take_turns_keep_their_graphs() -> None:
+    """Two of a game, and ones that come back after others."""
+    models = [enn.convert(perceptron()).per_sample() for _ in range(3)]
     compiled = enn.compile(trained, backend="eager")
-    for number in range(140):
-        compiled(enn.convert(nn.Linear(8, 3)).per_sample(), *batch(number))
-    gc.collect()
-    assert len(compiled._graphs.met.modules) < 70
+    for turn in range(8):
+        for model in models:
+            for number in range(1 if turn < 4 else 2):
+                model.zero_grad()
+                compiled(model, *batch(number))
+    made = graphs(compiled)
+    assert len(made) == 3
+    for model in models:
+        model.zero_grad()
+        compiled(model, *batch(0))
+    assert graphs(compiled) == made
+
+
+def test_a_new_model_at_each_call_is_said() -> None:
+    compiled = enn.compile(trained, backend="eager")
+    for number in range(40):
+        words = "call after call is of new modules"
+        with pytest.warns(enn.PerSampleWarning, match=words) if number == 15 else nullcontext():
+            compiled(enn.convert(perceptron()).per_sample(), *batch(number))
+    assert len(compiled._graphs.met.modules) < 10
 
 
 @pytest.mark.filterwarnings("ignore:.*call after call is of another kind")

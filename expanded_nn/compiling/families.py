@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from threading import Thread, current_thread
 from typing import NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -114,6 +115,8 @@ class Met:
     noted: list[Recorder] = field(default_factory=list)  # those that have recorded rows
     has_run: bool = False  # whether there was a call
     first_count: int = 0  # how many modules there were at the first kind of calls
+    # the kind of a call -> the shapes of the calls that ran before any module was known
+    first_shapes: dict[Hashable, list[Shapes]] = field(default_factory=dict)
 
     @property
     def recorders(self) -> list[Recorder]:
@@ -133,6 +136,23 @@ class Met:
         called = set(self.modules)
         members = dict.fromkeys(member for module in modules for member in module.modules())
         self.others = [member for member in members if member not in called]
+
+
+@dataclass
+class Former:
+    """The modules that had taken part when a call was of other ones, so that all graphs were let go of."""
+
+    modules: WeakSet[nn.Module] = field(default_factory=WeakSet)
+    in_vain: int = 0  # how many times in a row there was no graph
+
+    def begins(self, called: Iterable[nn.Module], known: Iterable[nn.Module]) -> bool:
+        """Whether a call has modules that never took part, and none that comes back: those before it may be gone."""
+        known = set(known)
+        new = [module for module in called if module not in known]
+        begins = bool(new) and not any(module in self.modules for module in new)
+        if begins:
+            self.modules |= known.union(called)
+        return begins
 
 
 def is_gone(recorder: Recorder) -> bool:
