@@ -4,6 +4,7 @@ import ast
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from expanded_nn.core.patches import Patches
 from expanded_nn.core.products import Products, sum_of_both
 from expanded_nn.core.sketch import Sketch, Totals, TwoSided
 from expanded_nn.core.terms import Dense, Differentiable, OneHot, Outer, PaddedOuter, SparseOneHot, Term
+from some import slow, some
 
 FOLDER = Path(core.__file__).parent
 B = 3
@@ -246,8 +248,7 @@ def test_of_one_kind(law: str) -> None:
 PAIRS = [name for name in CASES if not name.startswith("patches") and "float32" not in name]
 
 
-@pytest.mark.parametrize("right", PAIRS)
-@pytest.mark.parametrize("left", PAIRS)
+@pytest.mark.parametrize(("left", "right"), some([*product(PAIRS, PAIRS)]))
 def test_of_two_kinds(left: str, right: str) -> None:
     one, two = CASES[left], CASES[right]
     inputs = [(*one.factors(), *two.factors()) for _ in range(2)]
@@ -498,7 +499,7 @@ def sketch_of(dim: int, drawn: Sequence[Tensor]) -> Sketch:
 
 @pytest.mark.parametrize("by_factors", [True, False])
 @pytest.mark.parametrize("at_once", [1, 1 << 20])
-@pytest.mark.parametrize("dim", [1, 7, 11, 16])
+@pytest.mark.parametrize("dim", [1, slow(7), 11, slow(16)])
 @pytest.mark.parametrize("name", CASES)
 def test_sketches(name: str, dim: int, at_once: int, by_factors: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A number's bucket is the sum of its sides' buckets, its sign the product of their signs."""

@@ -29,7 +29,7 @@ from oracle import (
     set_seed,
     total_loss,
 )
-from some import slow
+from some import slow, some
 
 pytestmark = [
     pytest.mark.filterwarnings(EVEN_SAME),
@@ -40,14 +40,16 @@ pytestmark = [
 BATCH = 3
 
 
-def where(condition: Callable[[Case], bool]) -> pytest.MarkDecorator:
-    chosen = [case for case in CASES if condition(case)]
+def where(condition: Callable[[Case], bool], choose: Callable[[list[Case]], list[Any]] = list) -> pytest.MarkDecorator:
+    chosen = choose([case for case in CASES if condition(case)])
     return pytest.mark.parametrize("case", chosen, ids=lambda case: case.name)
 
 
 every_case = where(lambda case: True)
 with_parameters = where(Case.has_parameters)
 with_float_input = where(Case.has_float_input)
+some_with_parameters = where(Case.has_parameters, some)
+some_with_float_input = where(Case.has_float_input, some)
 
 
 def firsts() -> list[Case]:
@@ -159,14 +161,14 @@ def test_input_gradients(case: Case) -> None:
     assert_all_close([t.grad for t in a.floats()], [t.grad for t in b.floats()])
 
 
-@with_parameters
+@some_with_parameters
 def test_input_that_requires_grad_changes_no_row(case: Case) -> None:
     call = case.inputs(BATCH)
     rows = rows_after(expanded(case, loss_reduction="sum"), call.requires_grad(), BATCH)
     assert_close_rows(rows, loop(case.oracle(), call, BATCH, take=case.take))
 
 
-@with_parameters
+@some_with_parameters
 @pytest.mark.no_modes
 def test_another_device_for_new_tensors(case: Case) -> None:
     """What a layer makes is where the samples are, and not where `torch.set_default_device` says."""
@@ -222,7 +224,7 @@ def test_frozen_parameter_has_no_rows(case: Case, name: str) -> None:
 # --- second order ---------------------------------------------------------------------------------------------
 
 
-@with_float_input
+@some_with_float_input
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_gradient_penalty(case: Case, reduction: str) -> None:
     call = case.inputs(BATCH)
@@ -279,7 +281,7 @@ def squared_norms_differentiated(model: nn.Module, rows: dict[str, Tensor], inpu
     return [dense(g) for g in torch.autograd.grad(total, wanted, allow_unused=True, materialize_grads=True)]
 
 
-@where(lambda case: case.has_float_input() and not case.name.startswith("embedding_bag"))
+@where(lambda case: case.has_float_input() and not case.name.startswith("embedding_bag"), some)
 def test_a_jacobian_by_one_vmapped_backward(case: Case) -> None:
     """By the inputs it is the plain one; rows would be those of several backwards at once.
 
@@ -321,7 +323,9 @@ def torchs_norms_have_such_derivatives() -> bool:
     return True
 
 
-@where(lambda case: case.has_parameters() and case.has_float_input() and not case.name.startswith("embedding_bag"))
+@where(
+    lambda case: case.has_parameters() and case.has_float_input() and not case.name.startswith("embedding_bag"), some
+)
 def test_a_jacobian_by_one_vmapped_backward_in_the_loss(case: Case) -> None:
     """Its derivative is right, or there is an error: in a Function of torch's it would be lost."""
     model, call = expanded(case, loss_reduction="sum"), case.inputs(BATCH)
@@ -416,7 +420,7 @@ def test_accumulate_grad_false_replaces(case: Case) -> None:
 
 
 @pytest.mark.parametrize("dtype", [slow(torch.float32), torch.bfloat16], ids=str)
-@with_parameters
+@some_with_parameters
 def test_lower_precision(case: Case, dtype: torch.dtype) -> None:
     tolerance = {torch.float32: 1e-4, torch.bfloat16: 5e-2}[dtype]
     call = case.inputs(BATCH).map(lambda t: t.to(dtype) if t.is_floating_point() else t)
