@@ -227,6 +227,19 @@ def test_settings(settings: dict[str, object]) -> None:
     assert_same(inside, eager, ("grad",))
 
 
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
+def test_recurrent_layers_alone(kind: type[nn.RNNBase]) -> None:
+    """The compiler leaves their forward out, and would compile each function that it calls."""
+    torch.manual_seed(0)
+    model, x = kind(4, 3, batch_first=True), torch.randn(B, 5, 4)
+    eager, inside = enn.convert(model).per_sample(), enn.convert(model).per_sample()
+    compiled = torch.compile(inside, backend="aot_eager")
+    for _ in range(2):
+        step(eager, lambda x: eager(x)[0], x)
+        step(inside, lambda x: compiled(x)[0], x)
+        assert_same(inside, eager)
+
+
 def test_the_model_s_own_compile() -> None:
     model, x = made("gpt")
     eager, inside = enn.convert(model).per_sample(), enn.convert(model).per_sample()

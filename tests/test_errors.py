@@ -1181,6 +1181,22 @@ def a_largest_number_of_the_batch() -> None:
     enn.convert(Own()).per_sample()(torch.randn(3, 4))
 
 
+@refused(
+    r"^Own: its forward returns a number that depends on parameters alone, and not on the samples; wanted one number "
+    r"for each sample.*Return number\.expand\(len\(x\)\)\. .*expanded_nn\.expanded\(parameter\) in the loss"
+)
+def a_number_of_parameters() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor) -> Any:
+            return x * self.scale, self.scale.exp()
+
+    enn.convert(Own()).per_sample()(torch.randn(3, 4))
+
+
 @refused(r"0\.layer \(Own\): its child 'inner' has a full backward hook, which a vmap does not call.*Take the hook off")
 def a_backward_hook_inside() -> None:
     inner = nn.Linear(4, 4)

@@ -1292,26 +1292,70 @@ def test_an_inner_number_is_refused() -> None:
         enn.convert(Normed()).per_sample()(values(B, T, D))
 
 
-def test_a_penalty_beside_a_sum_is_no_loss_of_a_sample() -> None:
-    class Penalized(nn.Module):
+@pytest.mark.parametrize("strides", [(1, 1), (2, 1), (1, 2)], ids=str)
+def test_a_view_of_a_parameter_by_strides(strides: tuple[int, int]) -> None:
+    """As a Toeplitz matrix is made; its backward divides by how often a number stands in the memory."""
+
+    class Strided(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.weight = nn.Parameter(torch.rand(D))
+            self.weight = nn.Parameter(torch.rand(16))
 
-        def forward(self, x: Tensor) -> Any:
-            return x * self.weight, self.weight.square().sum()
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight.as_strided((D, 4), strides) + torch.as_strided(self.weight, (4,), (2,), 3)
 
-    x, module = values(B, D), Penalized()
-    with pytest.raises(enn.PerSampleError, match="neither the mean nor the sum"):
-        enn.convert(module).per_sample(loss_reduction="sum")(x)
-    model = enn.convert(module).per_sample()
-    output, penalty = model(x)
-    (output.sin().sum(1).mean() + penalty).backward()
-    for i in range(B):
-        module.zero_grad()
-        output, penalty = module(x[i : i + 1])
-        (output.sin().sum() + penalty).backward()
-        assert_close(model.weight.grad_sample[i], module.weight.grad)
+    x, module = values(B, D), Strided()
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    for _ in range(3):
+        model.zero_grad()
+        model(x).sin().sum().backward()
+        for i in range(B):
+            module.zero_grad()
+            module(x[i : i + 1]).sin().sum().backward()
+            assert_close(model.weight.grad_sample[i], module.weight.grad)
+
+
+class Returning(nn.Module):
+    """Returns a number of its parameters beside its result: a penalty, or a scale for the loss."""
+
+    def __init__(self, *, for_each: bool) -> None:
+        super().__init__()
+        self.weight, self.for_each = nn.Parameter(torch.rand(D)), for_each
+
+    def forward(self, x: Tensor) -> Any:
+        number = self.weight.square().sum()
+        return x * self.weight, number.expand(len(x)) if self.for_each else number
+
+
+USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # the samples' losses
+    "a penalty": lambda output, number: output.sin().sum(1) + number,
+    "a scale": lambda output, number: (output.sum(1) * number).sin(),
+}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_number_of_parameters_alone_is_refused(reduction: str) -> None:
+    """As the mean over the samples it would have right rows where the loss adds it, and wrong ones where it scales."""
+    model = enn.convert(Returning(for_each=False)).per_sample(loss_reduction=reduction)
+    model(values(1, D))
+    for _ in range(2):
+        with pytest.raises(enn.PerSampleError, match=r"number that (depends on parameters alone|is neither the mean)"):
+            model(values(B, D))
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_number_of_parameters_for_each_sample(reduction: str, use: Callable[[Tensor, Tensor], Tensor]) -> None:
+    x, module = values(B, D), Returning(for_each=True)
+    model = enn.convert(module).per_sample(loss_reduction=reduction)
+    for _ in range(2):
+        model.zero_grad()
+        losses = use(*model(x))
+        (losses.mean() if reduction == "mean" else losses.sum()).backward()
+        for i in range(B):
+            module.zero_grad()
+            use(*module(x[i : i + 1])).sum().backward()
+            assert_close(model.weight.grad_sample[i], module.weight.grad)
 
 
 # --- one sample, all rows of which are its own ------------------------------------------------------------------

@@ -60,6 +60,11 @@ def autocast_as_now(device: torch.device) -> Callable[[], AbstractContextManager
     return partial(torch.autocast, device.type, dtype=dtype, enabled=enabled)
 
 
+def is_compiled() -> bool:
+    """Whether `torch.compile` traces this code, or would what it calls: it leaves out the forward of an RNN alone."""
+    return torch.compiler.is_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback() not in (None, False)
+
+
 @_disable_dynamo
 def outside_of_graph(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Calls what makes rows outside of the graphs of `torch.compile`: `enn.compile` takes the whole step.

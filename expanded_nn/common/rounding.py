@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,3 +52,16 @@ def near(plain: Tensor, other: Tensor, size: float = 0.0) -> bool:
 def are_near(x: Tensor, other: Tensor) -> bool:
     """Whether two results differ by no more than rounding, each number measured by its own size."""
     return torch.allclose(x, other, rtol=1e-2 if x.dtype.itemsize < 4 else 1e-4, equal_nan=True)
+
+
+def has_numbers(x: Any) -> bool:
+    """Whether it is a tensor whose numbers can be compared."""
+    return isinstance(x, Tensor) and may_have_derivatives(x) and x.layout is torch.strided and not x.is_nested
+
+
+def is_like(plain: Tensor, result: Tensor) -> bool:
+    """Whether a result has the plain one's numbers, as far as shapes tell: it may have a copy for each sample."""
+    try:
+        return near(plain.expand(result.shape), result, 1.0)
+    except RuntimeError:
+        return True

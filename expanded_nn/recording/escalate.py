@@ -136,16 +136,16 @@ class Escalation:
                 recorder = module._recorder
                 told = recorder.settings.batch_size if recorder.forward is None else recorder.forward.own_pass.batch
                 batch = module.samples_in(*args, **kwargs) if told is None else told
-        forward, refused = partial(self._called, module), None
+        forward, refused, looked_at = partial(self._called, module), None, 0
         if batch is not None and past.are_due(batch) and (past.calls or not module.compares_first):
             halves = Halves(module, forward, (args, kwargs), batch, past.calls)
-            refused = halves.refusal(is_first=not past.has_looked)
-            past.has_looked = past.has_looked or (halves.may_run() and torch.is_grad_enabled())
+            looked_at = halves.looks_at() if torch.is_grad_enabled() else 0
+            refused = halves.refusal(is_first=past.looked_at < min(batch, 2))
         result = forward(args, kwargs)  # a layer that refuses its input says more
         if refused is not None:
             self.has_met = True
             raise refused
-        past.note(batch)
+        past.note(batch, looked_at)
         return result
 
     def _called(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

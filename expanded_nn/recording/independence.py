@@ -25,22 +25,21 @@ from expanded_nn.common.batch import (
     contents,
     is_shared_by_all,
     marked_like,
-    may_have_derivatives,
     readings,
     unfolded,
 )
 from expanded_nn.common.containers import is_packed, leaves_of, rebuilt
 from expanded_nn.common.modes import uncounted, unseen, without_fused_inference
-from expanded_nn.common.rounding import are_equal, are_near, near
+from expanded_nn.common.rounding import are_equal, are_near, has_numbers, is_like, near
 from expanded_nn.common.steady import BeforeForward, RandomStates, WithoutChance, attributes_of
 from expanded_nn.common.traced import wait_for_values
 from expanded_nn.factored import FactoredTensor
-from expanded_nn.recording.graph import graph_of, leaves_behind
+from expanded_nn.recording.graph import graph_of
 from expanded_nn.recording.lift import has_guests, is_bias, parameters_of, swapped
+from expanded_nn.recording.plain_model import TRIES, refusal_of_another_model
 from expanded_nn.recording.sharded import is_sharded
 
 MEET = -1  # in place of a dimension
-TRIES = 8  # of forwards that seem to leave a parameter out
 
 
 @dataclass
@@ -50,12 +49,12 @@ class PastComparisons:
     Attributes:
         calls: How many forwards there were.
         sizes: Those of their batches.
-        has_looked: Whether one has also looked for parameters that the forward leaves out.
+        looked_at: The size of the batch, up to 2, in which one has also looked for what differs from the plain model.
     """
 
     calls: int = 0
     sizes: set[int | None] = field(default_factory=set)
-    has_looked: bool = False
+    looked_at: int = 0
 
     def are_due(self, batch: int) -> bool:
         """Whether samples are compared now: at the calls 0, 1, 3, 7, …, as values may lead them where they meet."""
@@ -66,10 +65,11 @@ class PastComparisons:
         if not self.calls:
             wait_for_values("its samples are compared first")
 
-    def note(self, batch: int | None) -> None:
-        """Notes a forward."""
+    def note(self, batch: int | None, looked_at: int = 0) -> None:
+        """Notes a forward that has succeeded."""
         self.calls += 1
         self.sizes.add(batch)
+        self.looked_at = max(self.looked_at, looked_at)
 
 
 def past_comparisons(module: Any) -> PastComparisons:
@@ -115,11 +115,11 @@ class Halves:
         dim: int = self.recorder.settings.samples_dim(leaf.dim(), self.module)
         return dim if leaf.shape[dim] == self.batch else None
 
-    def may_run(self) -> bool:
-        """Whether the arguments can be copied, and a sample taken from them."""
-        has_samples = self.batch > 1 and self.dims.count(None) < len(self.dims) and not self._has_offsets()
+    def looks_at(self) -> int:
+        """How many samples the batch has, up to 2: of two, each alone is compared. 0 if no forward can be run again."""
+        has_samples = self.dims.count(None) < len(self.dims) and not self._has_offsets()
         is_plain = not any(map(is_sharded, self.module.modules())) and not has_guests(self.module.modules())
-        return has_samples and is_plain and all(map(_is_open, self.leaves))
+        return min(self.batch, 2) if has_samples and is_plain and all(map(_is_open, self.leaves)) else 0
 
     @cached_property
     def before(self) -> BeforeForward:
@@ -153,17 +153,20 @@ class Halves:
     def refusal(self, *, is_first: bool) -> PerSampleError | None:
         """The error where the samples' results, or their gradients, depend on each other.
 
-        In the first comparison also where the plain forward uses a parameter that this one leaves out. Nothing is said
-        where the forward fails, or where half of the samples have results of another shape.
+        In the first comparison also where the plain model's forward does something else. Nothing is said where the
+        forward fails, or where half of the samples have results of another shape.
         """
-        if not self.may_run():
+        looks_at = self.looks_at()
+        if not looks_at or (looks_at < 2 and not is_first):
             return None
         with uncounted():
             try:
                 with without_fused_inference():
-                    whole, is_random = self._run(self.forward, self.leaves)
+                    whole, is_random = self.run(self.forward, self.leaves)
             except Exception:  # the forward itself will say so
                 return None
+            if looks_at < 2:
+                return refusal_of_another_model(self, whole, is_random=is_random)
             dims = self._dims_of_results(is_random=is_random)
             if dims is not None and not is_random and not self._agrees_with_plain(whole):
                 what = (
@@ -174,12 +177,10 @@ class Halves:
             # hooks that a backward would call
             has_hooks = any(each._backward_hooks or each._backward_pre_hooks for each in self.module.modules())
             parameter = None if dims is None or has_hooks else self._seen_by_others(whole, dims)
-            is_clear, unused = dims is not None and parameter is None, None
+            is_clear, of_another = dims is not None and parameter is None, None
             has_strange = is_clear and any(_has_graph(whole[number]) for number in self.strange)
             if is_clear and is_first:
-                used = _leaves_of(whole)
-                del whole  # there is no memory for two graphs
-                unused = self._unused(used, is_random=is_random)
+                of_another = refusal_of_another_model(self, whole, is_random=is_random)
                 dims = None if self._hides_by_zeros(is_random=is_random) else dims
         if dims is None:
             if not is_first and self._has_state():
@@ -191,11 +192,9 @@ class Halves:
             if layer not in {*self.module.modules()}:  # of an earlier call, so that no module in this one is to blame
                 layer = self.module
             return self._refusal(f"gradients of samples by {name} are in the rows of others", layer)
-        if unused is not None:
-            return self._refusal_of_unused(unused)
-        if has_strange:
+        if has_strange and of_another is None:
             self._warn_of_number()
-        return None
+        return of_another
 
     def _warn_of_number(self) -> None:
         warn(
@@ -216,16 +215,6 @@ class Halves:
             "samples meet. A loss that needs several samples has no per-sample gradients. per_sample(compare=False) "
             "leaves this comparison out.",
             refused_by=by,
-        )
-
-    def _refusal_of_unused(self, parameter: Tensor) -> PerSampleError:
-        return complaint(
-            self.recorder.name_of(self.module),
-            f"its results do not depend on {self.recorder.name_of(parameter)}, and those of the plain model do",
-            "a forward that does the same in both",
-            "It may ask for the class of a layer or of a parameter, which is another one here: ask isinstance(layer, "
-            "nn.Linear) in place of type(layer) is nn.Linear, and likewise for a parameter. "
-            "per_sample(compare=False) leaves this comparison out.",
         )
 
     def _readings(self) -> list[Dims]:
@@ -249,9 +238,9 @@ class Halves:
         `with_graph` takes more memory, and is for forwards that take derivatives themselves.
         """
         tried: list[tuple[list[int | None] | None, list[int]]] = []
-        with self._plainly(is_random=is_random, with_graph=with_graph):
+        with self.plainly(is_random=is_random, with_graph=with_graph):
             try:
-                whole, _ = self._run(self._plain, self.leaves)
+                whole, _ = self.run(self.plain, self.leaves)
                 self.plain_results = whole
             except Exception:  # as with weights that come with a batch dimension
                 return [] if with_graph else self._dims_of_results(is_random=is_random, with_graph=True)
@@ -263,7 +252,7 @@ class Halves:
                 if told is not None and told[0] is not None and not told[1]:
                     return told[0]
                 tried += [] if told is None else [told]
-            if tried and not (is_random and self._has_other_chance(whole)):
+            if tried and not (is_random and self.has_other_chance(whole)):
                 dims, self.strange = max(tried, key=lambda found: found[0] is not None)
                 return dims
         return [self._samples_dim(result) if _is_clear(result, self.batch) else None for result in whole]
@@ -277,11 +266,11 @@ class Halves:
         taken there, and an argument has B in another one.
         """
         found: list[int | None] = [None] * len(whole)
-        sums: dict[int, Any] = {place: 0 for place, x in enumerate(whole) if _has_numbers(x) and not x.dim()}
+        sums: dict[int, Any] = {place: 0 for place, x in enumerate(whole) if has_numbers(x) and not x.dim()}
         for half in (self.half, [i for i in range(self.batch) if i not in self.half]):
             pairs = zip(self.leaves, dims, strict=True)
             part = [leaf if dim is None else _taken(leaf, dim, half, self.batch) for leaf, dim in pairs]
-            of_half, _ = self._run(self._plain, part)
+            of_half, _ = self.run(self.plain, part)
             pairs_of_results = list(zip(whole, of_half, strict=True)) if len(of_half) == len(whole) else []
             if pairs_of_results:
                 found = [_place(*pair, half, self.batch) for pair in pairs_of_results]
@@ -319,8 +308,8 @@ class Halves:
                 if not zeros or self._dims_of_results(is_random=is_random) is not None:
                     return False
                 # it may choose by chance, so that results differ in any case
-                with self._plainly(is_random=is_random, with_graph=False):
-                    return not any(self._has_other_chance(self.plain_results) for _ in range(2 * TRIES))
+                with self.plainly(is_random=is_random, with_graph=False):
+                    return not any(self.has_other_chance(self.plain_results) for _ in range(2 * TRIES))
         finally:
             self.plain_results, self.strange = before
 
@@ -329,25 +318,28 @@ class Halves:
 
         It does not where a model computes with the size of what all samples share, of which there are B copies.
         """
-        kind = type(self.module)
-        is_subclass_of_ours = "plain_class" not in vars(kind) and not kind.__module__.startswith("expanded_nn.")
-        if len(self.plain_results) != len(whole) or is_subclass_of_ours:  # what that adds is not in the forward
+        if len(self.plain_results) != len(whole) or not self.has_plain_model():
             return True
-        pairs = [(x, y) for x, y in zip(self.plain_results, whole, strict=True) if _has_numbers(x) and _has_numbers(y)]
-        if all(_is_like(x.detach(), y.detach()) for x, y in pairs):
+        pairs = [(x, y) for x, y in zip(self.plain_results, whole, strict=True) if has_numbers(x) and has_numbers(y)]
+        if all(is_like(x.detach(), y.detach()) for x, y in pairs):
             return True
-        with self._plainly(is_random=False, with_graph=False):
-            return self._has_other_chance(self.plain_results)
+        with self.plainly(is_random=False, with_graph=False):
+            return self.has_other_chance(self.plain_results)
 
-    def _has_other_chance(self, whole: list[Any]) -> bool:
+    def has_plain_model(self) -> bool:
+        """Whether the plain forward does all that the forward does: not where a subclass of ours adds to that."""
+        kind = type(self.module)
+        return "plain_class" in vars(kind) or kind.__module__.startswith("expanded_nn.")
+
+    def has_other_chance(self, whole: list[Any]) -> bool:
         """Whether the forward draws numbers that are not fixed, as numpy's are not."""
         with self.states:
-            self._result(self._plain, self.leaves)  # it draws, so that the next one draws other numbers
-            again = self._result(self._plain, self.leaves)
+            self._result(self.plain, self.leaves)  # it draws, so that the next one draws other numbers
+            again = self._result(self.plain, self.leaves)
         pairs = zip(whole, again, strict=True)
-        return not all(are_equal(x, y) for x, y in pairs if _has_numbers(x) and _has_numbers(y))
+        return not all(are_equal(x, y) for x, y in pairs if has_numbers(x) and has_numbers(y))
 
-    def _run(self, forward: Callable[[Any, Any], Any], leaves: list[Any]) -> tuple[list[Any], bool]:
+    def run(self, forward: Callable[[Any, Any], Any], leaves: list[Any]) -> tuple[list[Any], bool]:
         """What is in the result of a forward, and whether it has drawn random numbers, which are put back."""
         states = self.states
         try:
@@ -363,39 +355,15 @@ class Halves:
             warnings.simplefilter("ignore")  # the forward itself will give them
             return leaves_of(forward(args, kwargs), is_packed)
 
-    def _plain(self, args: Any, kwargs: Any) -> Any:
+    def plain(self, args: Any, kwargs: Any) -> Any:
         return type(self.module).forward(self.module, *args, **kwargs)  # not one that others have put around it
 
-    def _untouched(self, args: Any, kwargs: Any) -> Any:
-        module = self.module._untouched()
-        return type(module).forward(module, *args, **kwargs)
-
     @contextmanager
-    def _plainly(self, *, is_random: bool, with_graph: bool) -> Iterator[None]:
+    def plainly(self, *, is_random: bool, with_graph: bool) -> Iterator[None]:
         """Layers run as plain ones do; random numbers differ from run to run, so fixed ones take their place."""
         chance, plain = WithoutChance() if is_random else nullcontext(), self.recorder.in_general_rule({})
         with torch.set_grad_enabled(with_graph), uncounted(), plain, without_fused_inference(), chance:
             yield
-
-    def _unused(self, used: set[Tensor], *, is_random: bool) -> Tensor | None:
-        """A parameter that the forward does not use and the plain one does, if there is one.
-
-        Such a one would never be trained; where it is zero, the results do not tell. The plain one runs with the
-        classes from before `convert`. A forward may choose by chance or count its calls, so both run several times.
-        """
-        chance, missed = WithoutChance() if is_random else nullcontext(), None
-        try:
-            with without_fused_inference(), chance:
-                for _ in range(TRIES):
-                    with self.recorder.in_general_rule({}):
-                        plain = _leaves_of(self._run(self._untouched, self.leaves)[0])
-                    missed = (plain if missed is None else missed & plain) - used
-                    if not missed:
-                        return None
-                    missed -= _leaves_of(self._run(self.forward, self.leaves)[0])
-        except Exception:  # as with weights that come with a batch dimension, or a method of the other class
-            return None
-        return next((parameter for parameter in self.module.parameters() if missed and parameter in missed), None)
 
     def _seen_by_others(self, whole: list[Any], dims: list[int | None]) -> Tensor | None:
         """A parameter whose rows of some samples have gradients of other samples' results, if there is one."""
@@ -424,11 +392,6 @@ class Halves:
 
 def _has_graph(x: Any) -> bool:
     return isinstance(x, Tensor) and x.requires_grad
-
-
-def _leaves_of(results: list[Any]) -> set[Tensor]:
-    """The leaves that require gradients, and that results depend on."""
-    return set(leaves_behind(*(x.grad_fn for x in results if isinstance(x, Tensor))))
 
 
 def _runs_code_of_others(node: Any) -> bool:
@@ -474,27 +437,15 @@ def _are_in(rows: Tensor, others: Tensor) -> bool:
     return bool((norms[others.to(norms.device)] > 0).any())
 
 
-def _has_numbers(x: Any) -> bool:
-    return isinstance(x, Tensor) and may_have_derivatives(x) and x.layout is torch.strided and not x.is_nested
-
-
 def _is_clear(x: Any, batch: int) -> bool:
     """Whether the samples can stand in one dimension alone."""
-    return _has_numbers(x) and list(x.shape).count(batch) == 1
+    return has_numbers(x) and list(x.shape).count(batch) == 1
 
 
 def _has_no_half(whole: Any, of_half: Any, batch: int) -> bool:
     """Whether a result has B rows for half of the samples as well, and others than for all."""
-    is_whole = _is_clear(whole, batch) and _has_numbers(of_half) and whole.shape == of_half.shape
+    is_whole = _is_clear(whole, batch) and has_numbers(of_half) and whole.shape == of_half.shape
     return is_whole and not near(whole.detach(), of_half, 1.0)
-
-
-def _is_like(plain: Tensor, result: Tensor) -> bool:
-    """Whether a result has the plain one's numbers, as far as shapes tell: it may have a copy for each sample."""
-    try:
-        return near(plain.expand(result.shape), result, 1.0)
-    except RuntimeError:
-        return True
 
 
 def _taken(x: Tensor, dim: int, samples: list[int], batch: int) -> Tensor:
@@ -509,7 +460,7 @@ def _place(whole: Any, of_half: Any, half: list[int], batch: int) -> int | None:
 
     It is `MEET` where that is something else.
     """
-    if not (_has_numbers(whole) and _has_numbers(of_half)) or whole.dim() != of_half.dim():
+    if not (has_numbers(whole) and has_numbers(of_half)) or whole.dim() != of_half.dim():
         return None
     sizes = list(zip(whole.shape, of_half.shape, strict=True))
     differing = [dim for dim, (size, size_of_half) in enumerate(sizes) if size != size_of_half]

@@ -659,11 +659,55 @@ def test_chance_that_nobody_puts_back_chooses_the_layers(of_numpy: Callable[[], 
         enn.convert(Deep()).per_sample()(torch.randn(6, 4))
 
 
-def test_classes_are_asked_for_after_a_batch_of_one() -> None:
-    model = enn.convert(Gated(ASKS_CLASSES["of a layer"])).per_sample()
-    model(torch.randn(1, 4))
+@pytest.mark.parametrize("within", [False, True])
+def test_classes_are_asked_for_in_batches_of_one(within: bool) -> None:
+    gated = Gated(ASKS_CLASSES["of a layer"])
+    model = enn.convert(nn.Sequential(nn.Linear(4, 4), gated) if within else gated).per_sample()
     with pytest.raises(enn.PerSampleError, match=r"its results do not depend on .*gate"):  # noqa: PT012
         for _ in range(2):
+            model(torch.randn(1, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("samples", [1, 6])
+def test_a_forward_that_does_something_else_by_a_class(samples: int) -> None:
+    """It is an error each time, as its reason stays."""
+
+    class Doubling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) * (2 if type(self.layer) is nn.Linear else 1)
+
+    model = enn.convert(nn.Sequential(nn.Linear(4, 4), Doubling())).per_sample()
+    for _ in range(3):
+        with pytest.raises(
+            enn.PerSampleError, match=r"its results are not those of the plain model.*isinstance\(layer"
+        ):
+            model(torch.randn(samples, 4))
+
+
+@pytest.mark.parametrize("fails", ["by torch", "by another refusal"])
+def test_a_first_call_that_fails_is_none(fails: str) -> None:
+    """What is looked at once is looked at in the first forward that succeeds, as where a notebook's cell runs again."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+            nn.init.zeros_(self.last.weight)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.layer(x)
+            return x + self.last(h - h.mean(0))
+
+    model = enn.convert(nn.Sequential(nn.Linear(4, 4), Mixed())).per_sample()
+    wrong = torch.randn(6, 7) if fails == "by torch" else torch.randn(4)
+    with pytest.raises(RuntimeError):
+        model(wrong)
+    for _ in range(3):
+        with pytest.raises(enn.PerSampleError, match="half of the samples give other results without the others"):
             model(torch.randn(6, 4))
 
 

@@ -66,6 +66,8 @@ class OneSample(TorchFunctionMode):
             return _linear(*args, **kwargs)
         if func is Tensor.view:
             return _view(*args, **kwargs)
+        if func in _STRIDED:
+            return _strided(func, *args, **kwargs)
         if func is F.embedding:
             return _embedding(*args, **kwargs)
         if func is F.embedding_bag and ((len(args) > 2 and args[2] is not None) or kwargs.get("offsets") is not None):
@@ -206,6 +208,11 @@ def _view(x: Tensor, *shape: Any, **named: Any) -> Tensor:
         return x.contiguous().view(*shape, **named)
 
 
+def _strided(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """A view by strides, of a copy of what all samples share: its backward divides by how often numbers stand there."""
+    return func(x + torch.zeros_like(x) if is_expanded(x) else x, *args, **kwargs)
+
+
 def _is_floating_mask(mask: Any) -> bool:
     return is_of_one_sample(mask) and mask.is_floating_point()
 
@@ -216,7 +223,8 @@ _DERIVATIVES = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
 _ASKS = set(attributes("requires_grad"))
 _REQUIRES = {*_ASKS, Tensor.requires_grad_, Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
 _CORRECTED = {Tensor.register_hook, Tensor.view, F.embedding, F.embedding_bag, F.linear, F.scaled_dot_product_attention}
-_CORRECTED |= _DERIVATIVES | _REQUIRES
+_STRIDED = functions("as_strided", "as_strided_copy")
+_CORRECTED |= {*_DERIVATIVES, *_REQUIRES, *_STRIDED}
 
 
 def _embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any) -> Tensor:

@@ -197,6 +197,7 @@ class Trial:
                     dims = self._dims(mapped, expected)
                     if dims is None or not self._agree(mapped, dims, expected):
                         continue
+                    self._refuse_shared_numbers(mapped, dims)
                     try:
                         is_same = not with_derivatives or self._have_same_derivatives(dims, hooks=hooks)
                     except torch.OutOfMemoryError:  # a comparison takes more than a step
@@ -242,6 +243,28 @@ class Trial:
             "of each sample first, where samples have different numbers of them. A loss that the samples have only "
             "together, such as one that balances experts, is no sample's own: compute it for each, or leave it out.",
         )
+
+    def _refuse_shared_numbers(self, mapped: Mapped, dims: tuple[int, ...]) -> None:
+        """Raises if a number that is returned is of parameters alone: each sample may use it in another way.
+
+        It is the same for all samples then, though these differ, and so is its derivative. Their mean has the right
+        rows only where the loss adds it.
+        """
+        call = self.mapper.call
+        given = [x.movedim(dim, 0) for x, dim in call.by_sample(call.leaves) if dim is not None]
+        numbers = [x for x, dim in zip(mapped.tensors, dims, strict=True) if dim in (MEAN, SUM) and x.requires_grad]
+        for number in numbers:
+            if not _are_alike(number) or all(map(_are_alike, given)):
+                continue
+            rows = torch.autograd.grad(number.sum(), [*self._trained()], retain_graph=True, allow_unused=True)
+            found = [as_factored(of).dense() for of in rows if of is not None]
+            if any(map(torch.any, found)) and all(map(_are_alike, found)):
+                raise refusal(
+                    self.module,
+                    "its forward returns a number that depends on parameters alone, and not on the samples",
+                    "one number for each sample, as the loss may use it for each in another way",
+                    f"Return number.expand(len(x)). {OF_PARAMETERS}",
+                )
 
     def _repeats(self, expected: list[Tensor], *, other_numbers: bool = False) -> bool:
         """Whether the plain forward gives this again; with `other_numbers` after other random numbers were drawn."""
@@ -470,3 +493,8 @@ def _is_same(leaf: Any, other: Any) -> bool:
         is_alike = leaf.shape == other.shape and leaf.dtype == other.dtype
         return is_alike and near(leaf.detach(), other.detach(), 1.0)
     return type(leaf) is type(other) and (leaf is other or is_cache(leaf) or bool(leaf == other))
+
+
+def _are_alike(of_samples: Tensor) -> bool:
+    """Whether all samples, the first dimension, have the same numbers."""
+    return bool((of_samples == of_samples[:1]).all())
