@@ -1181,6 +1181,35 @@ def a_largest_number_of_the_batch() -> None:
     enn.convert(Own()).per_sample()(torch.randn(3, 4))
 
 
+class Scaling(nn.Module):
+    """Has a parameter of its own, for what it is called with last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, *given: Any) -> Tensor:
+        x = getattr(given[-1], "x", given[-1])
+        return x * self.scale
+
+
+@refused(
+    r"^Scaling: for one sample its forward returns a tensor of shape \(3, 4\).*Give it the tensors of the "
+    r"SimpleNamespace alone, in a dict or in a dataclass\. Return"
+)
+def an_object_for_all_samples() -> None:
+    model = enn.convert(Scaling()).per_sample()
+    with enn.one_pass(model, 3):
+        model(SimpleNamespace(x=torch.randn(3, 4)))
+
+
+@refused(
+    r"^Scaling: for one sample .*The first tensor of the call has one row: .* how many, per_sample\(batch_size=3\)"
+)
+def a_time_before_the_samples() -> None:
+    enn.convert(Scaling()).per_sample()(torch.tensor([0.3]), torch.randn(3, 4))
+
+
 @refused(
     r"^Own: its forward returns a number that depends on parameters alone, and not on the samples; wanted one number "
     r"for each sample.*Return number\.expand\(len\(x\)\)\. .*expanded_nn\.expanded\(parameter\) in the loss"

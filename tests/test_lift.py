@@ -1315,6 +1315,50 @@ def test_a_view_of_a_parameter_by_strides(strides: tuple[int, int]) -> None:
             assert_close(model.weight.grad_sample[i], module.weight.grad)
 
 
+def in_a_list(model: Any, kind: type, *, tied: bool) -> Any:
+    weights = [model.layer.weight] if tied else [model.first, model.second]
+    model.weights = {str(number): x for number, x in enumerate(weights)} if kind is dict else kind(weights)
+    return model
+
+
+class Listed(nn.Module):
+    """Its parameters, or a layer's, stand in a plain list too, from where its forward takes them."""
+
+    def __init__(self, kind: type, *, tied: bool, on_whole_batch: bool) -> None:
+        super().__init__()
+        self.layer, self.on_whole_batch = nn.Linear(D, D), on_whole_batch
+        if not tied:
+            self.first, self.second = (nn.Parameter(torch.rand(D, D)) for _ in range(2))
+        in_a_list(self, kind, tied=tied)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        for weight in self.weights.values() if isinstance(self.weights, dict) else self.weights:
+            x = (x @ (weight if self.on_whole_batch else torch.linalg.matrix_exp(weight))).tanh()
+        return x
+
+
+@pytest.mark.filterwarnings("ignore::expanded_nn.PerSampleWarning")
+@pytest.mark.parametrize("on_whole_batch", [True, False])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", [list, tuple, dict])
+def test_parameters_in_a_plain_list(kind: type, tied: bool, on_whole_batch: bool) -> None:
+    module = Listed(kind, tied=tied, on_whole_batch=on_whole_batch)
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    for samples in (3, 1, D):
+        x = values(samples, D)
+        model.zero_grad()
+        model(x).sin().sum().backward()
+        for i in range(samples):
+            module.zero_grad()
+            module(x[i : i + 1]).sin().sum().backward()
+            for parameter, own in zip(model.parameters(), module.parameters(), strict=True):
+                assert_close(parameter.grad_sample[i], own.grad)
+    held = list(model.weights.values() if kind is dict else model.weights)
+    assert type(model.weights) is kind
+    assert all(weight is own for weight, own in zip(held, [*model.parameters()][: len(held)], strict=True))
+
+
 class Returning(nn.Module):
     """Returns a number of its parameters beside its result: a penalty, or a scale for the loss."""
 

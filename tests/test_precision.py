@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import expanded_nn as enn
@@ -217,6 +218,65 @@ def assert_same_under_autocast(everything: Callable[[], list[Tensor]], tolerance
     for one, other in zip(inside, outside, strict=True):
         assert one.dtype == torch.float32
         assert relative_error(one, other.double()) <= tolerance
+
+
+UNDER_AUTOCAST: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...], tuple[int, ...]]] = {
+    "conv1d": (F.conv1d, (3, 4, 8), (6, 4, 3)),
+    "conv2d": (lambda x, w: F.conv2d(input=x, weight=w), (3, 4, 6, 6), (6, 4, 3, 3)),
+    "conv3d": (F.conv3d, (3, 4, 5, 5, 5), (2, 4, 3, 3, 3)),
+    "conv_transpose1d": (F.conv_transpose1d, (3, 4, 8), (4, 6, 3)),
+    "conv_transpose2d": (F.conv_transpose2d, (3, 4, 6, 6), (4, 2, 3, 3)),
+    "linear": (F.linear, (3, 5, 8), (6, 8)),
+    "addmm": (lambda x, w: torch.stack([torch.addmm(w[0], part, w) for part in x]), (3, 5, 8), (8, 8)),
+    "baddbmm": (lambda x, w: torch.baddbmm(x, x, w.expand(len(x), 8, 8)), (3, 5, 8), (8, 8)),
+    "attention": (lambda x, w: F.scaled_dot_product_attention(x @ w, x, x), (3, 5, 8), (8, 8)),
+    "masked": (lambda x, w: F.scaled_dot_product_attention(x, x, x, attn_mask=w), (3, 5, 8), (5, 5)),
+    "prelu": (F.prelu, (3, 4, 8), (4,)),
+    "rfft": (lambda x, w: torch.fft.rfft(x @ w).abs(), (3, 5, 8), (8, 8)),
+    "irfft": (lambda x, w: torch.fft.irfft(torch.fft.rfft(x @ w)), (3, 5, 8), (8, 8)),
+    "cdist": (lambda x, w: torch.cdist(x @ w, x), (3, 5, 8), (8, 8)),
+    "layer norm": (lambda x, w: F.layer_norm(input=x, normalized_shape=(8,), weight=w), (3, 5, 8), (8,)),
+    "group norm": (lambda x, w: F.group_norm(x, 2, w), (3, 4, 8), (4,)),
+    "vecdot": (torch.linalg.vecdot, (3, 5, 8), (8,)),
+    "mv": (lambda x, w: torch.stack([torch.mv(part, w) for part in x.float()]), (3, 5, 8), (8,)),
+}
+
+
+class Operation(nn.Module):
+    """One with a parameter of its own, of samples that autocast has made, and of ones that it has not; under `vmap`."""
+
+    def __init__(self, name: str, *, is_low: bool) -> None:
+        super().__init__()
+        self.operation, _, shape = UNDER_AUTOCAST[name]
+        self.weight, self.is_low = nn.Parameter(torch.rand(shape)), is_low
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.bfloat16() if self.is_low else x
+        scale = torch.linalg.matrix_exp(0 * self.weight.flatten()[:4].view(2, 2)).trace()
+        return self.operation(x, self.weight * scale / 2)
+
+
+@pytest.mark.filterwarnings("ignore::expanded_nn.PerSampleWarning")
+@pytest.mark.parametrize("is_low", [True, False])
+@pytest.mark.parametrize("name", UNDER_AUTOCAST)
+def test_operations_have_the_dtype_that_autocast_gives(name: str, is_low: bool) -> None:
+    torch.manual_seed(0)
+    plain = Operation(name, is_low=is_low)
+    model = enn.convert(nn.Sequential(plain)).per_sample(loss_reduction="sum")
+    x = torch.randn(UNDER_AUTOCAST[name][1])
+    for _ in range(2):
+        model.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found, expected = model(x), plain(x)
+        assert found.dtype == expected.dtype
+        torch.testing.assert_close(found, expected, rtol=0.03, atol=0.03 * float(expected.detach().abs().max()))
+        found.float().square().sum().backward()
+    for i in range(len(x)):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            alone = plain(x[i : i + 1])
+        (wanted,) = torch.autograd.grad(alone.float().square().sum(), [plain.weight])
+        far = (model[0].weight.grad_sample[i] - wanted).norm()
+        assert far < 0.03 * wanted.norm() + 1e-3
 
 
 def test_autocast_does_not_reach_rows_of_several_positions() -> None:

@@ -321,7 +321,8 @@ def _graph_of(
         raise
     except Exception as error:
         if not reads_values(error):  # the eager step raises it again, if it is the step's own
-            raise TraceError(f"its trace raises {type(error).__name__}: {error}") from error
+            text = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            raise TraceError(f"its trace raises {text}") from error
         frames = [(frame.f_code.co_filename, number) for frame, number in traceback.walk_tb(error.__traceback__)]
         raise reading(text_of(innermost(reversed(frames)))) from error
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, cast
 
@@ -14,9 +14,11 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from expanded_nn.common.modes import function_modes, is_batched, transforms, unseen
 from expanded_nn.common.shared import stand_in, stood_for
-from expanded_nn.common.steady import WithoutDropout
+from expanded_nn.common.steady import OURS, WithoutDropout
 
 Slot = tuple[nn.Module, str]
+_LISTS = list, tuple, dict
+_NOT_THE_USERS = {*OURS, *vars(nn.Module())}
 
 
 def has_guests(modules: Iterable[nn.Module]) -> bool:
@@ -159,19 +161,42 @@ def with_tensors(leaves: Sequence[Any], structure: TreeSpec, tensors: Sequence[T
 
 
 @contextmanager
-def swapped(weights: Mapping[Slot, Tensor]) -> Iterator[None]:
-    """Other tensors in the parameters' places."""
+def swapped(weights: Mapping[Slot, Tensor], within: Iterable[nn.Module] = ()) -> Iterator[None]:
+    """Other tensors in the parameters' places, and in the plain lists of parameters that modules within have."""
     before = {(module, name): module._parameters[name] for module, name in weights}
+    stand_ins = {slot: stand_in(weight, before[slot]) for slot, weight in weights.items()}
+    by_id = {id(before[slot]): weight for slot, weight in stand_ins.items()}
+    lists = list(_lists_of(within, by_id))
     try:
-        for (module, name), weight in weights.items():
-            module._parameters[name] = stand_in(weight, before[module, name])
+        for (module, name), weight in stand_ins.items():
+            module._parameters[name] = weight
+        for module, name, held in lists:
+            vars(module)[name] = _with_others(held, by_id)
         yield
     finally:
         for (module, name), parameter in before.items():
             module._parameters[name] = parameter
+        for module, name, held in lists:
+            vars(module)[name] = held
         for module in {module for module, _ in before}:  # a forward may have given a parameter a second name
             second = {name: x for name, x in module._parameters.items() if (module, name) not in before}
             module._parameters.update({name: stood_for(x) for name, x in second.items() if stood_for(x) is not x})
+
+
+def _lists_of(modules: Iterable[nn.Module], by_id: Collection[int]) -> Iterator[tuple[nn.Module, str, Any]]:
+    """The plain lists, tuples and dicts among the attributes of modules whose first item is one of these parameters."""
+    for module in modules:
+        for name, value in vars(module).items():
+            if type(value) in _LISTS and value and name not in _NOT_THE_USERS:
+                items = value.values() if isinstance(value, dict) else value
+                if id(next(iter(items))) in by_id:
+                    yield module, name, value
+
+
+def _with_others(held: Any, by_id: Mapping[int, Tensor]) -> Any:
+    if isinstance(held, dict):
+        return {key: by_id.get(id(item), item) for key, item in held.items()}
+    return type(held)(by_id.get(id(item), item) for item in held)
 
 
 @contextmanager

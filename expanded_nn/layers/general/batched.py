@@ -22,7 +22,7 @@ from expanded_nn.core import cost
 from expanded_nn.layers.general.derived import Derived
 from expanded_nn.layers.general.folded import parts_of
 from expanded_nn.layers.general.mapped import flatten
-from expanded_nn.layers.general.mixing import JOINS, READS, along, is_of_a_layer
+from expanded_nn.layers.general.mixing import JOINS, READS, along, is_of_ours
 from expanded_nn.layers.general.own_functions import STAND_INS, functions_looked_at, is_apply
 from expanded_nn.layers.general.owners import Arrangement, Owners
 from expanded_nn.layers.general.writes import Writes
@@ -56,7 +56,7 @@ class _Reads(BetweenLayers):
             _RUNNING.runs[-1].way.append(func.__name__)
         elif func in JOINS:
             run, operation = _RUNNING.runs[-1], along(func, args, kwargs)
-            if operation not in run.joins and not is_of_a_layer():
+            if operation not in run.joins and not is_of_ours():
                 run.joins.add(operation)
         if func in COMPUTED and torch.is_grad_enabled() and _RUNNING.runs[-1].recorder.general_rule is None:
             args, kwargs = _RUNNING.runs[-1].with_its_own(args, kwargs)  # not in a plain forward beside it

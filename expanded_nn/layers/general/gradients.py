@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expanded_nn.common.modes import unseen
+from expanded_nn.common.modes import is_autocast, unseen
 from expanded_nn.common.rounding import OF_COARSE_GRADIENTS, OF_GRADIENTS, OF_ROWS
 from expanded_nn.core import cost
 from expanded_nn.factored import FactoredTensor, as_factored
@@ -66,10 +66,11 @@ def are_alike(wanted: list[Tensor | None], given: list[Tensor | None], size: flo
     if not size < float("inf"):
         return True
     for expected, actual in filter(None, pairs):
-        bound = OF_GRADIENTS if torch.finfo(expected.dtype).eps < 1e-3 else OF_COARSE_GRADIENTS
+        dtype = _computed_in(expected)
+        bound = OF_GRADIENTS if torch.finfo(dtype).eps < 1e-3 else OF_COARSE_GRADIENTS
         far = float(torch.linalg.vector_norm(expected - actual))
         own_size = max(float(torch.linalg.vector_norm(grad)) for grad in (expected, actual))
-        if far > bound.of(expected.dtype, own_size, size * expected.numel() ** 0.5):
+        if far > bound.of(dtype, own_size, size * expected.numel() ** 0.5):
             return False
     return True
 
@@ -84,12 +85,19 @@ def compared_rows(wanted: list[Tensor | None], given: list[Tensor | None], is_ow
         if pair is None:
             continue
         expected, actual = pair
-        far, scale = float((expected - actual).abs().max()), float(expected.abs().max())
-        if far > OF_ROWS.of(expected.dtype, scale, size):
+        far, scale, dtype = float((expected - actual).abs().max()), float(expected.abs().max()), _computed_in(expected)
+        if far > OF_ROWS.of(dtype, scale, size):
             return Verdict.WRONG
-        if own and (far > OF_ROWS.of(expected.dtype, scale) or scale == 0):
+        if own and (far > OF_ROWS.of(dtype, scale) or scale == 0):
             verdict = Verdict.UNCLEAR
     return verdict
+
+
+def _computed_in(gradient: Tensor) -> torch.dtype:
+    """The dtype whose precision a gradient has: under autocast another one than its own."""
+    device = gradient.device.type
+    lowers = is_autocast() and torch.is_autocast_enabled(device) and gradient.dtype is torch.float32
+    return torch.get_autocast_dtype(device) if lowers else gradient.dtype
 
 
 def _as_seen(rows: Tensor | None) -> Tensor | None:

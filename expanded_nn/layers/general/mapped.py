@@ -28,7 +28,7 @@ from expanded_nn.common.batch import FOLDED, contents, may_have_derivatives, unf
 from expanded_nn.common.modes import checkpoint_hooks, of_all, unseen
 from expanded_nn.common.shared import laid_out
 from expanded_nn.common.steady import OURS, RandomStates, Traces
-from expanded_nn.common.traced import FirstEager, OnlyEager
+from expanded_nn.common.traced import FirstEager, OnlyEager, is_traced
 from expanded_nn.layers.general.one_sample import OneSample, ids_of_one_sample, is_of_one_sample
 from expanded_nn.layers.general.own_functions import functions_looked_at
 from expanded_nn.modules.base import PerSampleModule
@@ -168,6 +168,7 @@ class Mapper:
     originals: Mapping[Slot, Tensor]  # the parameters of the module and of all within it
     expanded: list[Tensor]  # the same, `(B, *shape)`
     guests: set[int]  # the ids of those that have come with a batch dimension of their own
+    makes_own: bool = False  # whether all that the forward makes is each sample's own, see `OneSample`
 
     def __call__(self, leaves: list[Any], *, thorough: bool = True) -> Mapped:
         """Sends each sample through the forward alone.
@@ -196,6 +197,8 @@ class Mapper:
             try:
                 results = (self._one_by_one if loops else self._by_vmap)(one_sample, leaves)
             except (RuntimeError, ValueError, IndexError) as error:
+                if isinstance(error, PerSampleError) and error.by_writing and is_traced() and not self.makes_own:
+                    return dataclasses.replace(self, makes_own=True)(leaves, thorough=thorough)
                 if isinstance(error, PerSampleError | torch.OutOfMemoryError):
                     raise
                 if re.search(_OF_CHANGES, str(error)):
@@ -218,9 +221,11 @@ class Mapper:
         module, dims = self.module, self.call.dims
         alone = [x if dim in (None, FOLDED) else x.unsqueeze(dim) for x, dim in zip(inputs, dims, strict=True)]
         args, kwargs = tree_unflatten(alone, tree_structure((self.call.args, self.call.kwargs)))
-        own = zip(self.originals.items(), weights, strict=True)
-        lent = {place: Lent(original, weight) for (place, original), weight in own}
-        with swapped(dict(zip(lent, weights, strict=True))), quiet_fallbacks(), OneSample(module):
+        pairs = zip(self.originals.items(), weights, strict=True)
+        lent = {place: Lent(original, weight) for (place, original), weight in pairs}
+        own = next(iter(weights), None) if self.makes_own else None
+        in_their_places = swapped(dict(zip(lent, weights, strict=True)), module.modules())
+        with in_their_places, quiet_fallbacks(), OneSample(module, own):
             result = module._plainly(args, kwargs, lent)
         if Counter(ids_of_one_sample((args, kwargs))) - Counter(ids_of_one_sample(alone)):
             raise keeping(self.module, "an argument")
@@ -347,18 +352,27 @@ class Mapper:
         usual = self.module._dim_of(output) if output.dim() else 0
         may_be_features = usual == 1 and output.dim() == 2 and 0 in ones  # (1, features), if not (T, 1)
         if not ones or (self.guests and (may_be_features or usual not in ones)):
-            of_all = self.call.batch in output.shape
             raise refusal(
                 self.module,
                 f"for one sample its forward returns a tensor of shape {tuple(output.shape)}",
                 f"size 1 in dimension {usual}, where the samples stand",
-                ("Give a tensor in place of a list with an entry for each sample. " if of_all else "")
-                + "Return tensors with a batch dimension, and reduce over the samples outside of the module. "
-                f"{OF_PARAMETERS}",
+                f"{self._of_arguments(output, usual)}Return tensors with a batch dimension, and reduce over the "
+                f"samples outside of the module. {OF_PARAMETERS}",
             )
         self._refuse_unclear(output, usual)
         ones.sort(key=lambda dim: dim != (0 if may_be_features else usual))
         return [*ones, FOLDED] if may_be_folded else ones
+
+    def _of_arguments(self, output: Tensor, usual: int) -> str:
+        """What may be wrong with the arguments, where one sample has a result with other rows; it may be empty."""
+        unopened = (leaf for leaf in self.call.leaves if not isinstance(leaf, Tensor))
+        holder = next((leaf for leaf in unopened if any(isinstance(x, Tensor) for x in contents(leaf))), None)
+        if holder is not None:
+            return f"Give it the tensors of the {type(holder).__name__} alone, in a dict or in a dataclass. "
+        if self.call.batch == 1 and output.dim() > usual:
+            number = f"per_sample(batch_size={output.shape[usual]})"
+            return f"The first tensor of the call has one row: if there are more samples, say how many, {number}. "
+        return "Give a tensor in place of a list with an entry for each sample. " * (self.call.batch in output.shape)
 
     def _is_outermost(self) -> bool:
         """Whether the user called it. A number that an inner module returns may be used by other samples."""
@@ -424,7 +438,7 @@ class Mapper:
             original.detach().requires_grad_(weight.requires_grad)
             for original, weight in zip(self.originals.values(), self.expanded, strict=True)
         ]
-        with swapped(dict(zip(self.originals, alone, strict=True))), OneSample(self.module):
+        with swapped(dict(zip(self.originals, alone, strict=True)), self.module.modules()), OneSample(self.module):
             result = self.module._plainly(self.call.args, self.call.kwargs)
         ends = [leaf.grad_fn for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         used = {id(getattr(node, "variable", None)) for end in ends for node in graph_of(end)}

@@ -35,15 +35,15 @@ JOINS = _BY_KEY | set(
         "interpolate",
     )
 ).union(attributes("T", "mT"), *(filter(callable, vars(room).values()) for room in (torch.fft, torch.linalg)))
-_TORCH, _LAYERS = f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}"
+_TORCH, _OURS = f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[2]}{os.sep}"
 
 
-def is_of_a_layer() -> bool:
-    """Whether one of our layers calls the operation: these keep samples apart, and may choose operations by sizes."""
+def is_of_ours() -> bool:
+    """Whether our own code calls the operation: it keeps samples apart, and may choose operations by sizes."""
     frame = sys._getframe(2)
     while frame.f_code.co_filename.startswith(_TORCH) and frame.f_back is not None:
         frame = frame.f_back
-    return frame.f_code.co_filename.startswith(_LAYERS)
+    return frame.f_code.co_filename.startswith(_OURS)
 
 
 def along(func: Any, args: Any, kwargs: Any) -> str:

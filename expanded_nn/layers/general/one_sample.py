@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,11 +13,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils import swap_tensors
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from expanded_nn.common.functions import attributes, functions, is_in_place
 from expanded_nn.common.modes import (
     checkpoint_hooks,
+    is_autocast,
     is_batched,
     is_expanded,
     of_all,
@@ -35,11 +38,16 @@ class OneSample(TorchFunctionMode):
     """Corrects operations whose gradient is wrong under `vmap`, and names shared tensors that the forward changes.
 
     What the forward makes to write into, as by `torch.zeros`, is each sample's own from then on.
+
+    Args:
+        module: The module of the general rule.
+        own: In a trace, where a tensor cannot become another one: a sample's parameter, as the `vmap` sees it, by which
+            all that the forward makes is each sample's own from the start.
     """
 
-    def __init__(self, module: Any) -> None:  # of the general rule
+    def __init__(self, module: Any, own: Tensor | None = None) -> None:
         super().__init__()
-        self.module, self.hooks = module, checkpoint_hooks()
+        self.module, self.own, self.hooks = module, own, checkpoint_hooks()
         self.made: dict[int, Tensor] = {}  # such tensors by their ids
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -52,6 +60,8 @@ class OneSample(TorchFunctionMode):
             return self._corrected(func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
         if func in _MAKES:
+            if self.own is not None:
+                result = result + _nothing_of(self.own, result.dtype)
             self.made[id(result)] = result
         return result
 
@@ -68,15 +78,20 @@ class OneSample(TorchFunctionMode):
             return _view(*args, **kwargs)
         if func in _STRIDED:
             return _strided(func, *args, **kwargs)
+        if func in _KEEP_DTYPE:
+            normed, dtype = func(*args, **kwargs), (args[0] if args else kwargs["input"]).dtype
+            return normed if normed.dtype == dtype else normed.to(dtype)
         if func is F.embedding:
             return _embedding(*args, **kwargs)
         if func is F.embedding_bag and ((len(args) > 2 and args[2] is not None) or kwargs.get("offsets") is not None):
             self._refuse_offsets()
-        if func is F.scaled_dot_product_attention and any(
-            map(_is_floating_mask, (*args[3:4], kwargs.get("attn_mask")))
-        ):
-            with sdpa_kernel(SDPBackend.MATH):  # the fused kernels refuse a mask that may need gradient
-                return func(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            has_mask = any(map(_is_floating_mask, (*args[3:4], kwargs.get("attn_mask"))))
+            # the fused kernels refuse a mask that may need gradient
+            with sdpa_kernel(SDPBackend.MATH) if has_mask else nullcontext():
+                return _as_under_autocast(func, args, kwargs)
+        if func in _OF_AUTOCAST:
+            return _as_under_autocast(func, args, kwargs)
         if is_in_place(func) and not is_of_one_sample(args[0]):
             of_one_sample = next(filter(is_of_one_sample, tree_leaves(args)), None)
             if of_one_sample is not None and not self._becomes_its_own(args[0], of_one_sample):
@@ -87,17 +102,16 @@ class OneSample(TorchFunctionMode):
         """Gives each sample a copy of a tensor that the forward has made; whether it can, as nothing else uses that."""
         if id(tensor) not in self.made:
             return False
-        nothing = of_one_sample.detach().flatten()[:0].sum().to(tensor.dtype)
         try:
-            swap_tensors(tensor, tensor + nothing)
+            swap_tensors(tensor, tensor + _nothing_of(of_one_sample, tensor.dtype))
         except RuntimeError:
             return False
         return True
 
-    def _refuse(self, *said: str) -> None:
+    def _refuse(self, *said: str, writes: bool = False) -> None:
         """Raises for a forward that `vmap` cannot follow, but a loop over the samples may."""
         error = refusal(self.module, *said)
-        error.by_vmap = True
+        error.by_vmap, error.by_writing = True, writes
         raise error
 
     def _requires_grad(self, func: Any, x: Tensor, *flag: bool, **flags: bool) -> Any:
@@ -169,7 +183,13 @@ class OneSample(TorchFunctionMode):
             "a forward that changes nothing that samples share",
             "Move the parameter into a small module of its own, beside what is written; do without that buffer or "
             "cache in per-sample mode (use_cache=False); or write the per-sample forward with @expands.",
+            writes=True,
         )
+
+
+def _nothing_of(sample: Tensor, dtype: torch.dtype) -> Tensor:
+    """A zero that is one sample's."""
+    return sample.detach().flatten()[:0].sum().to(dtype)
 
 
 def _weights(outputs: Sequence[Tensor], given: Any) -> list[Any]:
@@ -213,6 +233,25 @@ def _strided(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     return func(x + torch.zeros_like(x) if is_expanded(x) else x, *args, **kwargs)
 
 
+def _as_under_autocast(func: Any, args: Any, kwargs: Any) -> Any:
+    """What autocast makes of some functions, which a `vmap` hides from it, or makes of others that it sees."""
+    tensors = filter(is_of_one_sample, tree_leaves((args, kwargs)) if is_autocast() else ())
+    device = next((tensor.device.type for tensor in tensors), None)
+    if device is None or not torch.is_autocast_enabled(device):
+        return func(*args, **kwargs)
+    if func in _IN_LOWER or (func in _IN_HIGHER and device == "cpu"):
+        dtype = torch.get_autocast_dtype(device) if func in _IN_LOWER else torch.float32
+        args, kwargs = tree_map(partial(_cast, dtype=dtype), (args, kwargs))
+    with torch.autocast(device, enabled=False):
+        return func(*args, **kwargs)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """A tensor in another dtype, but for those of double precision."""
+    is_cast = isinstance(value, Tensor) and value.is_floating_point() and value.dtype not in (torch.float64, dtype)
+    return value.to(dtype) if is_cast else value
+
+
 def _is_floating_mask(mask: Any) -> bool:
     return is_of_one_sample(mask) and mask.is_floating_point()
 
@@ -224,7 +263,13 @@ _ASKS = set(attributes("requires_grad"))
 _REQUIRES = {*_ASKS, Tensor.requires_grad_, Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
 _CORRECTED = {Tensor.register_hook, Tensor.view, F.embedding, F.embedding_bag, F.linear, F.scaled_dot_product_attention}
 _STRIDED = functions("as_strided", "as_strided_copy")
-_CORRECTED |= {*_DERIVATIVES, *_REQUIRES, *_STRIDED}
+_KEEP_DTYPE = functions("layer_norm", "group_norm")  # of whose parts the batching rules promote
+# what autocast computes in its dtype, in float32 on a CPU, and as it is; the others it sees under a `vmap`, too
+_IN_LOWER = {*functions("addmm", "baddbmm", "addbmm", "prelu", "scaled_dot_product_attention"), torch.linalg.vecdot}
+_IN_LOWER.update(functions(*(f"conv{kind}{dims}d" for kind in ("", "_transpose") for dims in (1, 2, 3))))
+_IN_HIGHER = {*filter(callable, vars(torch.fft).values()), *functions("cdist")}
+_OF_AUTOCAST = _IN_LOWER | _IN_HIGHER | {*functions("mv", "dot")}
+_CORRECTED |= {*_DERIVATIVES, *_REQUIRES, *_STRIDED, *_KEEP_DTYPE, *_OF_AUTOCAST}
 
 
 def _embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any) -> Tensor:

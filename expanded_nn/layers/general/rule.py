@@ -195,7 +195,8 @@ class General(Expanded):
     def _of_the_only_sample(self, args: Any, kwargs: Any) -> Any:
         """What the plain forward gives, with the parameters of that sample."""
         originals, expanded, _ = self._expanded_parameters()
-        with swapped({slot: weight.squeeze(0) for slot, weight in zip(originals, expanded, strict=True)}):
+        of_it = {slot: weight.squeeze(0) for slot, weight in zip(originals, expanded, strict=True)}
+        with swapped(of_it, self.modules()):
             return self._plainly(args, kwargs)
 
     def _expanded_parameters(self) -> tuple[dict[Slot, Tensor], list[Tensor], set[int]]:
@@ -232,7 +233,11 @@ class General(Expanded):
         is_known = call.kind in known and not (by_values or known[call.kind].reduces)
         is_known = is_known and not self._told.lacks_derivatives(call)
         if by_values:
-            how = "with several rows of each in an argument" if FOLDED in call.dims else "alone, as samples have met"
+            how = (
+                "with several rows of each in an argument"
+                if FOLDED in call.dims
+                else "alone, as on the whole batch they have given something else"
+            )
             how = "one by one, in a loop" if self.goes_in_a_loop() else how
             refuse_values(f"the samples go through {self.qualified_name} {how}")
         if not mapper.guests and not is_known:

@@ -377,7 +377,7 @@ class Trial:
         compared = {key: place for key, place in places.items() if key not in by_frequency}
         with unseen():  # by a module around this one, whose forward runs on the whole batch
             alone = {id(p): p.detach().requires_grad_(id(p) in places) for p in originals.values()}
-        with swapped({place: alone[id(parameter)] for place, parameter in originals.items()}):
+        with swapped({place: alone[id(own)] for place, own in originals.items()}, self.module.modules()):
             plain, own_inputs = self.plain.with_graph(hooks=hooks)
             given = derivatives(  # here, as a Function of the user's may run a part of the forward again for them
                 [once_per_sample(x, dim, self.batch) for x, dim in zip(plain, dims, strict=False)],

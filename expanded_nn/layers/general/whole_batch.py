@@ -141,7 +141,10 @@ class WholeBatch:
                 weights = {place: run.batched(recorder.expand(own)) for place, own in self.lent.items()}
             if owners is not None:
                 args, kwargs = owners.begin((args, kwargs), dims)
-            with swapped(weights), nullcontext() if owners is None else recorder.in_general_rule({}):
+            with (
+                swapped(weights, modules_in(module)),
+                nullcontext() if owners is None else recorder.in_general_rule({}),
+            ):
                 weights.clear()
                 with run, functions_looked_at():
                     result = module._plain_forward(*args, **kwargs)
