@@ -604,6 +604,37 @@ def test_several_sizes_that_change_in_a_module_with_parameters_of_its_own() -> N
     assert len(graphs(compiled)) <= 3
 
 
+class Filled(nn.Module):
+    """Fills tensors that it makes: its result by slices, as a Fourier layer does, and a matrix from a parameter."""
+
+    def __init__(self, make: Callable[[int, int], Tensor]) -> None:
+        super().__init__()
+        self.scale, self.upper, self.make = nn.Parameter(torch.rand(4)), nn.Parameter(torch.rand(6)), make
+
+    def forward(self, x: Tensor) -> Tensor:
+        matrix, result = torch.zeros(4, 4), self.make(x.shape[0], 6)
+        rows, columns = torch.triu_indices(4, 4, 1)
+        matrix[rows, columns] = self.upper
+        result[:, :4] = x * self.scale @ (matrix - matrix.T)
+        return result.sin()
+
+
+@pytest.mark.parametrize("make", [torch.zeros, torch.ones, lambda *size: torch.empty(size).fill_(0.5)])
+def test_tensors_that_a_forward_makes_and_fills(make: Callable[[int, int], Tensor]) -> None:
+    model = enn.convert(Filled(make)).per_sample()
+
+    def step(x: Tensor) -> Any:
+        model.zero_grad()
+        model(x).square().sum(1).mean().backward()
+        return enn.clip_grad_sample_norms_(model, 1.0), model.upper.grad_sample
+
+    compiled = enn.compile(step, backend="eager")
+    for size in (3, 3, 4, 5, 1, 7):
+        x = torch.randn(size, 4)
+        assert_same(compiled(x), step(x))
+    assert 1 <= len(graphs(compiled)) <= 3
+
+
 def test_sizes_that_come_once_are_not_compiled() -> None:
     """None and one have graphs of their own, which may take as long to compile as an epoch takes."""
     sizes = [8, 8, 5, 1, 7, 0, 6, 1, 0, 9]

@@ -1179,6 +1179,34 @@ def test_inside_of_a_checkpoint(model: nn.Module, reentrant: bool) -> None:
     step(model, *X)  # a reentrant one learns nothing by itself
 
 
+@pytest.mark.parametrize("sizes", [(3, 1, 3), (3, 3, 1), (4, 4, 4, 4, 2, 1)], ids=str)
+def test_batches_of_other_sizes_in_a_checkpoint_within(sizes: tuple[int, ...]) -> None:
+    """The last batch of an epoch may have one sample; what comparisons compute is no part of the way that it goes."""
+
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.gate = nn.Linear(D, D), nn.Parameter(torch.tensor(0.7))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.gate * self.layer(x)
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.scale = Gated(), nn.Parameter(torch.rand(D))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.inner, x * self.scale, use_reentrant=False)  # type: ignore[no-any-return]
+
+    module = Around().double()
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    for size in sizes:
+        x = values(size, D)
+        step(model, x)
+        assert_close_rows(rows_of(model), loop(module, Call((x,)), size))
+
+
 def test_derivatives_are_compared_of_a_random_combination() -> None:
     """Also where the numbers that a forward draws are fixed to one: of a sum, a softmax or a norm has none."""
     x = torch.randn(B, D, dtype=torch.float64, requires_grad=True)
