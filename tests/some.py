@@ -16,11 +16,13 @@ def some(values: Sequence[Any]) -> list[Any]:
     return [slow(value) if number % 2 else value for number, value in enumerate(values)]
 
 
-def some_of(named: Mapping[str, Any]) -> list[Any]:
-    """Likewise, with their names as ids."""
+def some_of(named: Mapping[str, Any], *, every: int = 2) -> list[Any]:
+    """Likewise each second one, or each third one and so on, with their names as ids."""
     return [
         pytest.param(
-            *(value if isinstance(value, tuple) else (value,)), id=name, marks=[pytest.mark.slow] * (number % 2)
+            *(value if isinstance(value, tuple) else (value,)),
+            id=name,
+            marks=[pytest.mark.slow] * (number % every > 0),
         )
         for number, (name, value) in enumerate(named.items())
     ]

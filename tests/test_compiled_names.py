@@ -778,7 +778,7 @@ HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], float], Callable[[Any],
 }
 
 
-@pytest.mark.parametrize(("make", "read", "change"), some_of(HELD))
+@pytest.mark.parametrize(("make", "read", "change"), some_of(HELD, every=3))
 def test_numbers_that_are_found_in_other_ways(
     make: Callable[[], Any], read: Callable[[Any], float], change: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
