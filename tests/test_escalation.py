@@ -923,8 +923,10 @@ def test_an_error_that_is_not_of_shapes_behind_a_shared_row() -> None:
 
 
 def test_the_warning_quotes_an_error_of_torch_as_a_sentence() -> None:
+    """And names the layer whose result has another shape than the plain one's."""
     module = positions(lambda p: p.permute(1, 0).T, torch.arange)
-    with pytest.warns(enn.PerSampleWarning, match=r"The reason: permute.*= 2\. alone\(Does\) before convert"):
+    words = r"The reason: behind .*Embedding.*torch raises: permute.*= 2\. alone\(Does\) before convert"
+    with pytest.warns(enn.PerSampleWarning, match=words):
         assert_right(on(module), module, Call((torch.randn(B, T, D),)))
 
 

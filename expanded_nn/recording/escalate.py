@@ -240,10 +240,17 @@ class _Attempts:
         if kind is None or (loops and learned is not None and learned.loops):
             return False
         self.before.setdefault(module, learned)
-        module._learn(Learned(sentence(str(self.refused)), kind, loops))
+        module._learn(Learned(sentence(self._why()), kind, loops))
         self.escalation.has_loops |= loops
         self.escalation.on_trial = module
         return True
+
+    def _why(self) -> str:
+        """The text of the error; torch's own says nothing of the layer whose result has another shape than it had."""
+        if isinstance(self.refused, PerSampleError):
+            return str(self.refused)
+        name = self.called._recorder.name_of(self.refused.refused_by)
+        return f"behind {name}, which gives a copy for each sample of what all share, torch raises: {self.refused}"
 
     def undo(self) -> None:
         """Makes the modules what they were before this forward."""
