@@ -467,8 +467,8 @@ class Graphs:
 
     def _begin_anew(self) -> None:
         """Lets go of all graphs, and of the modules that they are for."""
-        has_graphs = any(family.graphs for family in self.families.values())
-        self.former.in_vain = 0 if has_graphs else self.former.in_vain + 1
+        if any(family.graphs for family in self.families.values()):
+            self.former.in_vain = 0
         if self.former.in_vain == NEW_MODELS:
             self._warn_of_eager(
                 "call after call is of new modules (make the model once, and give it other weights by load_state_dict)"

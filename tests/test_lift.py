@@ -1359,6 +1359,43 @@ def test_parameters_in_a_plain_list(kind: type, tied: bool, on_whole_batch: bool
     assert all(weight is own for weight, own in zip(held, [*model.parameters()][: len(held)], strict=True))
 
 
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("kind", ["dict", "list", "tuple"])
+def test_a_plain_list_of_parameters_that_the_forward_changes(kind: str, samples: int) -> None:
+    """What it has counted or added there stays, and no stand-in of a parameter does."""
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(D))
+            self.held: Any = {"w": self.weight, "n": 0} if kind == "dict" else [self.weight]
+            self.held = (self.weight, 0) if kind == "tuple" else self.held
+
+        def forward(self, x: Tensor) -> Tensor:
+            if kind == "dict":
+                self.held["n"] += 1
+                return x * self.held["w"] * self.held["n"]
+            if kind == "list":
+                self.held.append(1.0)
+                return x * self.held[0] * len(self.held)
+            self.held = (self.held[0], self.held[1] + 1)
+            return x * self.held[0] * self.held[1]
+
+    x, module = values(samples, D), Counting()
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    held = model.held
+    for step in range(3):
+        model.zero_grad()
+        model(x).sin().sum().backward()
+        module.zero_grad()
+        factor = step + (2 if kind == "list" else 1)
+        rows = factor * x * (x * module.weight * factor).cos()
+        assert_close(model.weight.grad_sample, rows.detach())
+        weight = model.held["w"] if kind == "dict" else model.held[0]
+        assert weight is model.weight
+    assert (model.held is held) == (kind != "tuple")
+
+
 class Returning(nn.Module):
     """Returns a number of its parameters beside its result: a penalty, or a scale for the loss."""
 

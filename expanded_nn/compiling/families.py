@@ -143,7 +143,7 @@ class Former:
     """The modules that had taken part when a call was of other ones, so that all graphs were let go of."""
 
     modules: WeakSet[nn.Module] = field(default_factory=WeakSet)
-    in_vain: int = 0  # how many times in a row there was no graph
+    in_vain: int = 0  # how many times in a row there was no graph, and no module had come back
 
     def begins(self, called: Iterable[nn.Module], known: Iterable[nn.Module]) -> bool:
         """Whether a call has modules that never took part, and none that comes back: those before it may be gone."""
@@ -151,6 +151,7 @@ class Former:
         new = [module for module in called if module not in known]
         begins = bool(new) and not any(module in self.modules for module in new)
         if begins:
+            self.in_vain = 0 if any(module in self.modules for module in known) else self.in_vain + 1
             self.modules |= known.union(called)
         return begins
 

@@ -162,25 +162,43 @@ def with_tensors(leaves: Sequence[Any], structure: TreeSpec, tensors: Sequence[T
 
 @contextmanager
 def swapped(weights: Mapping[Slot, Tensor], within: Iterable[nn.Module] = ()) -> Iterator[None]:
-    """Other tensors in the parameters' places, and in the plain lists of parameters that modules within have."""
+    """Other tensors in the parameters' places, and in the plain lists of parameters that modules within have.
+
+    Lists and dicts stay the same ones, as the forward may change them; only the parameters in them are others.
+    """
     before = {(module, name): module._parameters[name] for module, name in weights}
     stand_ins = {slot: stand_in(weight, before[slot]) for slot, weight in weights.items()}
-    by_id = {id(before[slot]): weight for slot, weight in stand_ins.items()}
-    lists = list(_lists_of(within, by_id))
+    others: dict[int, Any] = {id(before[slot]): weight for slot, weight in stand_ins.items()}
+    own: dict[int, Any] = {id(weight): before[slot] for slot, weight in stand_ins.items()}
+    lists = [(module, name, held, _exchanged(held, others)) for module, name, held in _lists_of(within, others)]
     try:
         for (module, name), weight in stand_ins.items():
             module._parameters[name] = weight
-        for module, name, held in lists:
-            vars(module)[name] = _with_others(held, by_id)
+        for module, name, _, lent in lists:
+            vars(module)[name] = lent
         yield
     finally:
         for (module, name), parameter in before.items():
             module._parameters[name] = parameter
-        for module, name, held in lists:
-            vars(module)[name] = held
+        for module, name, held, lent in lists:
+            _exchanged(held, own)
+            if name in vars(module):  # which the forward may have set anew
+                now = vars(module)[name]
+                vars(module)[name] = held if now is lent else _exchanged(now, own)
         for module in {module for module, _ in before}:  # a forward may have given a parameter a second name
             second = {name: x for name, x in module._parameters.items() if (module, name) not in before}
             module._parameters.update({name: stood_for(x) for name, x in second.items() if stood_for(x) is not x})
+
+
+def _exchanged(held: Any, others: Mapping[int, Any]) -> Any:
+    """A list or a dict in which others stand in the places of some items, by their ids; of a tuple a new one."""
+    if type(held) is list:
+        held[:] = [others.get(id(item), item) for item in held]
+    elif type(held) is dict:
+        held.update({key: others[id(item)] for key, item in held.items() if id(item) in others})
+    elif type(held) is tuple:
+        return tuple(others.get(id(item), item) for item in held)
+    return held
 
 
 def _lists_of(modules: Iterable[nn.Module], by_id: Collection[int]) -> Iterator[tuple[nn.Module, str, Any]]:
@@ -191,12 +209,6 @@ def _lists_of(modules: Iterable[nn.Module], by_id: Collection[int]) -> Iterator[
                 items = value.values() if isinstance(value, dict) else value
                 if id(next(iter(items))) in by_id:
                     yield module, name, value
-
-
-def _with_others(held: Any, by_id: Mapping[int, Tensor]) -> Any:
-    if isinstance(held, dict):
-        return {key: by_id.get(id(item), item) for key, item in held.items()}
-    return type(held)(by_id.get(id(item), item) for item in held)
 
 
 @contextmanager
