@@ -317,7 +317,9 @@ class Graphs:
         living = [recorder for recorder in recorders if not is_gone(recorder)]
         for recorder in living:
             modules.update(dict.fromkeys(recorder.modules()))
-        if self.met.has_run and len(self.mets) == 1 and self.former.begins(modules, self.met.modules):
+        is_eager = any(family.is_eager for family in self.families.values())  # which stays, once it is known
+        may_begin = self.met.has_run and len(self.mets) == 1 and not is_eager
+        if may_begin and self.former.begins(modules, self.met.modules):
             self._begin_anew()
             return result
         self.met.has_run = True

@@ -589,6 +589,27 @@ def test_models_that_take_turns_keep_their_graphs() -> None:
     assert graphs(compiled) == made
 
 
+@pytest.mark.filterwarnings("ignore::expanded_nn.PerSampleWarning")
+def test_a_loss_that_is_made_at_each_call_takes_no_trace_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, kept, traced = enn.convert(perceptron()).per_sample(), list[Any](), list[int]()
+
+    def counted(*args: Any, **settings: Any) -> Any:
+        traced.append(0)
+        return trace(*args, **settings)
+
+    monkeypatch.setattr(COMPILE, "trace", counted)
+
+    @enn.compile(backend="eager")
+    def step(x: Tensor, y: Tensor) -> None:
+        kept.append(nn.CrossEntropyLoss())
+        kept[-1](model(x), y).backward()
+
+    for number in range(30):
+        model.zero_grad()
+        step(*batch(number))
+    assert len(traced) <= 2
+
+
 def test_a_new_model_at_each_call_is_said() -> None:
     compiled = enn.compile(trained, backend="eager")
     for number in range(40):

@@ -1424,6 +1424,30 @@ def test_a_number_of_parameters_alone_is_refused(reduction: str) -> None:
             model(values(B, D))
 
 
+def test_losses_that_are_alike_by_chance() -> None:
+    """The samples of one batch have the same loss and gradients, as a layer is dead; other samples would not."""
+
+    class Dead(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.bias = nn.Linear(D, D), nn.Parameter(torch.rand(D))
+            nn.init.constant_(self.layer.bias, -100.0)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return F.mse_loss(F.relu(self.layer(x)) + self.bias, y)
+
+    module = Dead()
+    model = enn.convert(module).per_sample()
+    for _ in range(2):
+        model.zero_grad()
+        x, y = values(B, D), torch.ones(B, D, dtype=torch.float64)
+        model(x, y).backward()
+        for i in range(B):
+            module.zero_grad()
+            module(x[i : i + 1], y[i : i + 1]).backward()
+            assert_close(model.bias.grad_sample[i], module.bias.grad)
+
+
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_a_number_of_parameters_for_each_sample(reduction: str, use: Callable[[Tensor, Tensor], Tensor]) -> None:

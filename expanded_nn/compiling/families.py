@@ -146,9 +146,12 @@ class Former:
     in_vain: int = 0  # how many times in a row there was no graph, and no module had come back
 
     def begins(self, called: Iterable[nn.Module], known: Iterable[nn.Module]) -> bool:
-        """Whether a call has modules that never took part, and none that comes back: those before it may be gone."""
+        """Whether a call has modules that never took part, and none that comes back: those before it may be gone.
+
+        What has no parameters, as a loss that a step makes at each call, begins nothing.
+        """
         known = set(known)
-        new = [module for module in called if module not in known]
+        new = [module for module in called if module not in known and module._parameters]
         begins = bool(new) and not any(module in self.modules for module in new)
         if begins:
             self.in_vain = 0 if any(module in self.modules for module in known) else self.in_vain + 1

@@ -252,19 +252,32 @@ class Trial:
         """
         call = self.mapper.call
         given = [x.movedim(dim, 0) for x, dim in call.by_sample(call.leaves) if dim is not None]
-        numbers = [x for x, dim in zip(mapped.tensors, dims, strict=True) if dim in (MEAN, SUM) and x.requires_grad]
-        for number in numbers:
+        for place, (number, dim) in enumerate(zip(mapped.tensors, dims, strict=True)):
+            if dim not in (MEAN, SUM) or not number.requires_grad:
+                continue
             if not _are_alike(number) or all(map(_are_alike, given)):
                 continue
             rows = torch.autograd.grad(number.sum(), [*self._trained()], retain_graph=True, allow_unused=True)
             found = [as_factored(of).dense() for of in rows if of is not None]
-            if any(map(torch.any, found)) and all(map(_are_alike, found)):
+            if any(map(torch.any, found)) and all(map(_are_alike, found)) and not self._changes_with_samples(place):
                 raise refusal(
                     self.module,
                     "its forward returns a number that depends on parameters alone, and not on the samples",
                     "one number for each sample, as the loss may use it for each in another way",
                     f"Return number.expand(len(x)). {OF_PARAMETERS}",
                 )
+
+    def _changes_with_samples(self, place: int) -> bool:
+        """Whether a result of the plain forward is another one for other samples; not if it fails with them."""
+        leaves, structure = tree_flatten(self.plain.arguments)
+        floats = [leaf for leaf in leaves if is_float(leaf)]
+        drawn = iter(random_numbers([leaf.shape for leaf in floats], floats))
+        others = [next(drawn) if is_float(x) else torch.zeros_like(x) if isinstance(x, Tensor) else x for x in leaves]
+        try:
+            found = self.plain(hooks=self.hooks, arguments=tree_unflatten(others, structure))
+        except (RuntimeError, ValueError, IndexError):
+            return False
+        return len(found) != len(self.expected) or not near(self.expected[place], found[place])
 
     def _repeats(self, expected: list[Tensor], *, other_numbers: bool = False) -> bool:
         """Whether the plain forward gives this again; with `other_numbers` after other random numbers were drawn."""
