@@ -1302,7 +1302,8 @@ def test_a_view_of_a_parameter_by_strides(strides: tuple[int, int]) -> None:
             self.weight = nn.Parameter(torch.rand(16))
 
         def forward(self, x: Tensor) -> Tensor:
-            return x @ self.weight.as_strided((D, 4), strides) + torch.as_strided(self.weight, (4,), (2,), 3)
+            y = x @ self.weight.as_strided((D, 4), strides) + torch.as_strided(self.weight, (4,), (2,), 3)
+            return y + torch.ops.aten.as_strided(self.weight, (4,), (0,), 5)
 
     x, module = values(B, D), Strided()
     model = enn.convert(module).per_sample(loss_reduction="sum")

@@ -262,7 +262,7 @@ _DERIVATIVES = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
 _ASKS = set(attributes("requires_grad"))
 _REQUIRES = {*_ASKS, Tensor.requires_grad_, Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
 _CORRECTED = {Tensor.register_hook, Tensor.view, F.embedding, F.embedding_bag, F.linear, F.scaled_dot_product_attention}
-_STRIDED = functions("as_strided", "as_strided_copy")
+_STRIDED = [*functions("as_strided", "as_strided_copy"), torch.ops.aten.as_strided, torch.ops.aten.as_strided.default]
 _KEEP_DTYPE = functions("layer_norm", "group_norm")  # of whose parts the batching rules promote
 # what autocast computes in its dtype, in float32 on a CPU, and as it is; the others it sees under a `vmap`, too
 _IN_LOWER = {*functions("addmm", "baddbmm", "addbmm", "prelu", "scaled_dot_product_attention"), torch.linalg.vecdot}
