@@ -113,6 +113,11 @@ def sentence(text: str) -> str:
     return text if text.endswith((".", "!", "?")) else f"{text}."
 
 
+def first_line(error: BaseException) -> str:
+    """The class of an error, and the first line of its text: torch's own may go on with a trace of C++."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
 def shown(value: object) -> str:
     """A wrong argument in the words of an error."""
     if value is None or isinstance(value, str | Real) or str(type(value)).startswith("<class 'numpy.bool"):

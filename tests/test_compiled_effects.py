@@ -28,6 +28,19 @@ from test_compiled_step import graphs, perceptron
 COMPILE: Any = importlib.import_module("expanded_nn.compile")  # the name in the package is the function's
 
 
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Gets an entry for each trace."""
+    traces: list[int] = []
+
+    def counted(*args: Any, **settings: Any) -> Any:
+        traces.append(0)
+        return trace(*args, **settings)
+
+    monkeypatch.setattr(COMPILE, "trace", counted)
+    return traces
+
+
 def called(step: Callable[..., Any], wrap: Any, after: Any = None) -> Any:
     compiled = wrap(step)
     return lambda number, x, y: compiled(x, y), after
@@ -590,14 +603,8 @@ def test_models_that_take_turns_keep_their_graphs() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::expanded_nn.PerSampleWarning")
-def test_a_loss_that_is_made_at_each_call_takes_no_trace_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, kept, traced = enn.convert(perceptron()).per_sample(), list[Any](), list[int]()
-
-    def counted(*args: Any, **settings: Any) -> Any:
-        traced.append(0)
-        return trace(*args, **settings)
-
-    monkeypatch.setattr(COMPILE, "trace", counted)
+def test_a_loss_that_is_made_at_each_call_takes_no_trace_of_its_own(traced: list[int]) -> None:
+    model, kept = enn.convert(perceptron()).per_sample(), list[Any]()
 
     @enn.compile(backend="eager")
     def step(x: Tensor, y: Tensor) -> None:
@@ -640,15 +647,9 @@ def test_graphs_stay_where_other_calls_are_of_new_kinds(monkeypatch: pytest.Monk
 
 
 @pytest.mark.filterwarnings("ignore:.*each size takes a graph of its own")
-def test_a_step_that_has_no_graph_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_has_no_graph_is_given_up(traced: list[int]) -> None:
     """Also where it has to look at gradients first, as at zeros that are left in them."""
-    model, traced = enn.convert(perceptron()).per_sample(), list[int]()
-
-    def counted(*args: Any, **settings: Any) -> Any:
-        traced.append(0)
-        return trace(*args, **settings)
-
-    monkeypatch.setattr(COMPILE, "trace", counted)
+    model = enn.convert(perceptron()).per_sample()
 
     @enn.compile(backend="eager")
     def step(x: Tensor, y: Tensor) -> Any:

@@ -40,6 +40,11 @@ def is_autocast() -> bool:
     return torch._C._is_any_autocast_enabled()
 
 
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """The dtype in which autocast computes on a kind of device; `None` where it is off."""
+    return torch.get_autocast_dtype(device) if is_autocast() and torch.is_autocast_enabled(device) else None
+
+
 def without_autocast() -> AbstractContextManager[object]:
     """Switches autocast off on all devices, so that what is computed from rows has their dtype."""
     return torch._C._DisableAutocast() if is_autocast() else _NOTHING

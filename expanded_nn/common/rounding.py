@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf
 from typing import Any, NamedTuple
 
@@ -59,8 +60,13 @@ def has_numbers(x: Any) -> bool:
     return isinstance(x, Tensor) and may_have_derivatives(x) and x.layout is torch.strided and not x.is_nested
 
 
-def is_like(plain: Tensor, result: Tensor) -> bool:
-    """Whether a result has the plain one's numbers, as far as shapes tell: it may have a copy for each sample."""
+def are_like(plain: Sequence[Any], results: Sequence[Any]) -> bool:
+    """Whether results have the plain ones' numbers, as far as shapes tell: they may have a copy for each sample."""
+    pairs = zip(plain, results, strict=False)
+    return all(_is_like(x.detach(), y.detach()) for x, y in pairs if has_numbers(x) and has_numbers(y))
+
+
+def _is_like(plain: Tensor, result: Tensor) -> bool:
     try:
         return near(plain.expand(result.shape), result, 1.0)
     except RuntimeError:

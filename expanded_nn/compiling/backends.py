@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from expanded_nn._errors import complaint
+from expanded_nn._errors import complaint, first_line
 from expanded_nn.common.meanwhile import meanwhile
 from expanded_nn.compiling.memory import memory_of
 from expanded_nn.core import cost
@@ -66,7 +66,7 @@ def _of_torch(
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        raise CompilerError(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}") from error
+        raise CompilerError(first_line(error)) from error
     return function
 
 

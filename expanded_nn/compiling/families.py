@@ -148,7 +148,8 @@ class Former:
     def begins(self, called: Iterable[nn.Module], known: Iterable[nn.Module]) -> bool:
         """Whether a call has modules that never took part, and none that comes back: those before it may be gone.
 
-        What has no parameters, as a loss that a step makes at each call, begins nothing.
+        If so, all of them are former ones now. What has no parameters, as a loss that a step makes at each call, begins
+        nothing.
         """
         known = set(known)
         new = [module for module in called if module not in known and module._parameters]

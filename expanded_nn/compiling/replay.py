@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
+from expanded_nn._errors import first_line
 from expanded_nn.common.modes import set_grad_enabled, without_autocast
 from expanded_nn.common.steady import RandomStates
 from expanded_nn.compiling.kinds import Call
@@ -145,8 +146,7 @@ class Graph:
                 raise
             except Exception as error:  # as of a label out of range, of which the step itself says more
                 undo()
-                text = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-                return f"its graph raises {text} (the step itself does not)", inputs, (), undo
+                return f"its graph raises {first_line(error)} (the step itself does not)", inputs, (), undo
             assumed = self.outcome.assumed
             if assumed is not None and not bool(results[assumed + 1]):
                 undo()

@@ -25,7 +25,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from expanded_nn._errors import PerSampleError, complaint
+from expanded_nn._errors import PerSampleError, complaint, first_line
 from expanded_nn.common.meanwhile import meanwhile
 from expanded_nn.common.modes import set_grad_enabled
 from expanded_nn.common.outside import put_back
@@ -321,8 +321,7 @@ def _graph_of(
         raise
     except Exception as error:
         if not reads_values(error):  # the eager step raises it again, if it is the step's own
-            text = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-            raise TraceError(f"its trace raises {text}") from error
+            raise TraceError(f"its trace raises {first_line(error)}") from error
         frames = [(frame.f_code.co_filename, number) for frame, number in traceback.walk_tb(error.__traceback__)]
         raise reading(text_of(innermost(reversed(frames)))) from error
 

@@ -139,7 +139,7 @@ class Escalation:
         forward, refused, looked_at = partial(self._called, module), None, 0
         if batch is not None and past.are_due(batch) and (past.calls or not module.compares_first):
             halves = Halves(module, forward, (args, kwargs), batch, past.calls)
-            looked_at = halves.looks_at() if torch.is_grad_enabled() else 0
+            looked_at = halves.looks_at if torch.is_grad_enabled() else 0
             refused = halves.refusal(is_first=past.looked_at < min(batch, 2))
         result = forward(args, kwargs)  # a layer that refuses its input says more
         if refused is not None:

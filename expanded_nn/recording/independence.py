@@ -30,7 +30,7 @@ from expanded_nn.common.batch import (
 )
 from expanded_nn.common.containers import is_packed, leaves_of, rebuilt
 from expanded_nn.common.modes import uncounted, unseen, without_fused_inference
-from expanded_nn.common.rounding import are_equal, are_near, has_numbers, is_like, near
+from expanded_nn.common.rounding import are_equal, are_like, are_near, has_numbers, near
 from expanded_nn.common.steady import BeforeForward, RandomStates, WithoutChance, attributes_of
 from expanded_nn.common.traced import wait_for_values
 from expanded_nn.factored import FactoredTensor
@@ -115,6 +115,7 @@ class Halves:
         dim: int = self.recorder.settings.samples_dim(leaf.dim(), self.module)
         return dim if leaf.shape[dim] == self.batch else None
 
+    @cached_property
     def looks_at(self) -> int:
         """How many samples the batch has, up to 2: of two, each alone is compared. 0 if no forward can be run again."""
         has_samples = self.dims.count(None) < len(self.dims) and not self._has_offsets()
@@ -156,8 +157,7 @@ class Halves:
         In the first comparison also where the plain model's forward does something else. Nothing is said where the
         forward fails, or where half of the samples have results of another shape.
         """
-        looks_at = self.looks_at()
-        if not looks_at or (looks_at < 2 and not is_first):
+        if not self.looks_at or (self.looks_at < 2 and not is_first):
             return None
         with uncounted():
             try:
@@ -165,7 +165,7 @@ class Halves:
                     whole, is_random = self.run(self.forward, self.leaves)
             except Exception:  # the forward itself will say so
                 return None
-            if looks_at < 2:
+            if self.looks_at < 2:
                 return refusal_of_another_model(self, whole, is_random=is_random)
             dims = self._dims_of_results(is_random=is_random)
             if dims is not None and not is_random and not self._agrees_with_plain(whole):
@@ -238,7 +238,7 @@ class Halves:
         `with_graph` takes more memory, and is for forwards that take derivatives themselves.
         """
         tried: list[tuple[list[int | None] | None, list[int]]] = []
-        with self.plainly(is_random=is_random, with_graph=with_graph):
+        with self._plainly(is_random=is_random, with_graph=with_graph):
             try:
                 whole, _ = self.run(self.plain, self.leaves)
                 self.plain_results = whole
@@ -252,7 +252,7 @@ class Halves:
                 if told is not None and told[0] is not None and not told[1]:
                     return told[0]
                 tried += [] if told is None else [told]
-            if tried and not (is_random and self.has_other_chance(whole)):
+            if tried and not (is_random and self._has_other_chance(whole)):
                 dims, self.strange = max(tried, key=lambda found: found[0] is not None)
                 return dims
         return [self._samples_dim(result) if _is_clear(result, self.batch) else None for result in whole]
@@ -308,8 +308,8 @@ class Halves:
                 if not zeros or self._dims_of_results(is_random=is_random) is not None:
                     return False
                 # it may choose by chance, so that results differ in any case
-                with self.plainly(is_random=is_random, with_graph=False):
-                    return not any(self.has_other_chance(self.plain_results) for _ in range(2 * TRIES))
+                with self._plainly(is_random=is_random, with_graph=False):
+                    return not any(self._has_other_chance(self.plain_results) for _ in range(2 * TRIES))
         finally:
             self.plain_results, self.strange = before
 
@@ -320,18 +320,19 @@ class Halves:
         """
         if len(self.plain_results) != len(whole) or not self.has_plain_model():
             return True
-        pairs = [(x, y) for x, y in zip(self.plain_results, whole, strict=True) if has_numbers(x) and has_numbers(y)]
-        if all(is_like(x.detach(), y.detach()) for x, y in pairs):
-            return True
-        with self.plainly(is_random=False, with_graph=False):
-            return self.has_other_chance(self.plain_results)
+        return are_like(self.plain_results, whole) or self.chooses_by_chance()
+
+    def chooses_by_chance(self) -> bool:
+        """Whether the plain forward, which draws no number by torch, gives something else each time."""
+        with self._plainly(is_random=False, with_graph=False):
+            return self._has_other_chance(self.run(self.plain, self.leaves)[0])
 
     def has_plain_model(self) -> bool:
         """Whether the plain forward does all that the forward does: not where a subclass of ours adds to that."""
         kind = type(self.module)
         return "plain_class" in vars(kind) or kind.__module__.startswith("expanded_nn.")
 
-    def has_other_chance(self, whole: list[Any]) -> bool:
+    def _has_other_chance(self, whole: list[Any]) -> bool:
         """Whether the forward draws numbers that are not fixed, as numpy's are not."""
         with self.states:
             self._result(self.plain, self.leaves)  # it draws, so that the next one draws other numbers
@@ -359,7 +360,7 @@ class Halves:
         return type(self.module).forward(self.module, *args, **kwargs)  # not one that others have put around it
 
     @contextmanager
-    def plainly(self, *, is_random: bool, with_graph: bool) -> Iterator[None]:
+    def _plainly(self, *, is_random: bool, with_graph: bool) -> Iterator[None]:
         """Layers run as plain ones do; random numbers differ from run to run, so fixed ones take their place."""
         chance, plain = WithoutChance() if is_random else nullcontext(), self.recorder.in_general_rule({})
         with torch.set_grad_enabled(with_graph), uncounted(), plain, without_fused_inference(), chance:

@@ -18,7 +18,6 @@ from expanded_nn.common.steady import OURS, WithoutDropout
 
 Slot = tuple[nn.Module, str]
 _LISTS = list, tuple, dict
-_NOT_THE_USERS = {*OURS, *vars(nn.Module())}
 
 
 def has_guests(modules: Iterable[nn.Module]) -> bool:
@@ -205,7 +204,7 @@ def _lists_of(modules: Iterable[nn.Module], by_id: Collection[int]) -> Iterator[
     """The plain lists, tuples and dicts among the attributes of modules whose first item is one of these parameters."""
     for module in modules:
         for name, value in vars(module).items():
-            if type(value) in _LISTS and value and name not in _NOT_THE_USERS:
+            if type(value) in _LISTS and value and name not in OURS:
                 items = value.values() if isinstance(value, dict) else value
                 if id(next(iter(items))) in by_id:
                     yield module, name, value

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn.common.modes import without_fused_inference
-from expanded_nn.common.rounding import has_numbers, is_like
+from expanded_nn.common.rounding import are_like
 from expanded_nn.common.steady import WithoutChance
 from expanded_nn.recording.graph import leaves_behind
 
@@ -35,12 +35,10 @@ def refusal_of_another_model(halves: Any, whole: list[Any], *, is_random: bool) 
             for number in range(TRIES):
                 with halves.recorder.in_general_rule({}):
                     plain, _ = halves.run(lambda args, kwargs: _untouched(module)(*args, **kwargs), halves.leaves)
-                if not number and halves.has_plain_model() and not is_random and not _are_alike(plain, results):
-                    return (
-                        None
-                        if _chooses_by_chance(halves)
-                        else _refusal(halves, "its results are not those of the plain model")
-                    )
+                is_told = not number and not is_random and halves.has_plain_model()
+                if is_told and not are_like(plain, results):
+                    what = "its results are not those of the plain model"
+                    return None if halves.chooses_by_chance() else _refusal(halves, what)
                 missed = (_leaves_of(plain) if missed is None else missed & _leaves_of(plain)) - used
                 if not missed:
                     return None
@@ -58,16 +56,6 @@ def _untouched(module: Any) -> Any:
     """The plain model's forward."""
     plain = module._untouched()
     return type(plain).forward.__get__(plain)
-
-
-def _are_alike(plain: list[Any], results: list[Any]) -> bool:
-    pairs = zip(plain, results, strict=False)
-    return all(is_like(x.detach(), y) for x, y in pairs if has_numbers(x) and has_numbers(y))
-
-
-def _chooses_by_chance(halves: Any) -> bool:
-    with halves.plainly(is_random=False, with_graph=False):
-        return bool(halves.has_other_chance(halves.run(halves.plain, halves.leaves)[0]))
 
 
 def _refusal(halves: Any, what: str) -> PerSampleError:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expanded_nn.common.modes import is_autocast, unseen
+from expanded_nn.common.modes import autocast_dtype, unseen
 from expanded_nn.common.rounding import OF_COARSE_GRADIENTS, OF_GRADIENTS, OF_ROWS
 from expanded_nn.core import cost
 from expanded_nn.factored import FactoredTensor, as_factored
@@ -95,9 +95,8 @@ def compared_rows(wanted: list[Tensor | None], given: list[Tensor | None], is_ow
 
 def _computed_in(gradient: Tensor) -> torch.dtype:
     """The dtype whose precision a gradient has: under autocast another one than its own."""
-    device = gradient.device.type
-    lowers = is_autocast() and torch.is_autocast_enabled(device) and gradient.dtype is torch.float32
-    return torch.get_autocast_dtype(device) if lowers else gradient.dtype
+    lower = autocast_dtype(gradient.device.type) if gradient.dtype is torch.float32 else None
+    return lower or gradient.dtype
 
 
 def _as_seen(rows: Tensor | None) -> Tensor | None:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from expanded_nn.common.functions import attributes, functions, is_in_place
 from expanded_nn.common.modes import (
+    autocast_dtype,
     checkpoint_hooks,
     is_autocast,
     is_batched,
@@ -237,10 +238,11 @@ def _as_under_autocast(func: Any, args: Any, kwargs: Any) -> Any:
     """What autocast makes of some functions, which a `vmap` hides from it, or makes of others that it sees."""
     tensors = filter(is_of_one_sample, tree_leaves((args, kwargs)) if is_autocast() else ())
     device = next((tensor.device.type for tensor in tensors), None)
-    if device is None or not torch.is_autocast_enabled(device):
+    lower = None if device is None else autocast_dtype(device)
+    if device is None or lower is None:
         return func(*args, **kwargs)
     if func in _IN_LOWER or (func in _IN_HIGHER and device == "cpu"):
-        dtype = torch.get_autocast_dtype(device) if func in _IN_LOWER else torch.float32
+        dtype = lower if func in _IN_LOWER else torch.float32
         args, kwargs = tree_map(partial(_cast, dtype=dtype), (args, kwargs))
     with torch.autocast(device, enabled=False):
         return func(*args, **kwargs)

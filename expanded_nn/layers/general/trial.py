@@ -250,16 +250,19 @@ class Trial:
         It is the same for all samples then, though these differ, and so is its derivative. Their mean has the right
         rows only where the loss adds it.
         """
-        call = self.mapper.call
-        given = [x.movedim(dim, 0) for x, dim in call.by_sample(call.leaves) if dim is not None]
-        for place, (number, dim) in enumerate(zip(mapped.tensors, dims, strict=True)):
-            if dim not in (MEAN, SUM) or not number.requires_grad:
-                continue
-            if not _are_alike(number) or all(map(_are_alike, given)):
-                continue
+        places = [place for place, dim in enumerate(dims) if dim in (MEAN, SUM)]
+        numbers = [(place, x) for place in places if (x := mapped.tensors[place]).requires_grad and _is_one_for_all(x)]
+        by_sample = self.mapper.call.by_sample(self.mapper.call.leaves) if numbers else ()
+        if all(_is_one_for_all(x.movedim(dim, 0)) for x, dim in by_sample if dim is not None):
+            return
+        for place, number in numbers:
             rows = torch.autograd.grad(number.sum(), [*self._trained()], retain_graph=True, allow_unused=True)
             found = [as_factored(of).dense() for of in rows if of is not None]
-            if any(map(torch.any, found)) and all(map(_are_alike, found)) and not self._changes_with_samples(place):
+            if (
+                any(map(torch.any, found))
+                and all(map(_is_one_for_all, found))
+                and not self._changes_with_samples(place)
+            ):
                 raise refusal(
                     self.module,
                     "its forward returns a number that depends on parameters alone, and not on the samples",
@@ -508,6 +511,6 @@ def _is_same(leaf: Any, other: Any) -> bool:
     return type(leaf) is type(other) and (leaf is other or is_cache(leaf) or bool(leaf == other))
 
 
-def _are_alike(of_samples: Tensor) -> bool:
-    """Whether all samples, the first dimension, have the same numbers."""
+def _is_one_for_all(of_samples: Tensor) -> bool:
+    """Whether all samples, in the first dimension, have the same numbers."""
     return bool((of_samples == of_samples[:1]).all())
