@@ -974,6 +974,23 @@ def a_forward_that_mixes_samples() -> None:
     own(lambda self, x: (x - x.mean(0)) * self.scale)
 
 
+class Clipped(torch.autograd.Function):
+    """The identity; its backward clips the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+        return g.clamp(-0.1, 0.1)
+
+
+@refused(r"0\.layer \(Own\): its results are those of single samples.*derivatives are others.*clips the sum of")
+def a_backward_that_clips_the_gradient_of_a_weight() -> None:
+    own(lambda self, x: x * Clipped.apply(self.scale))
+
+
 @refused(r"Feed: per_sample\(batch_size=4\) has said .* 4 samples, .* shapes \(1,\), \(1, 3\); .*batch_size=\.\.\.")
 def a_batch_size_of_another_batch() -> None:
     model = enn.convert(Feed(nn.Linear(3, 3), lambda layer, x: layer(x[1]) + x[0])).per_sample(batch_size=4)

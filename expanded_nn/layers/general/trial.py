@@ -185,6 +185,7 @@ class Trial:
         Raises:
             PerSampleError: If the forward of the whole batch gives another result.
         """
+        what = "on the whole batch its forward gives another result than sample by sample"
         with self.plain.states_now():
             with WithoutChance() if self.plain.is_random else nullcontext():
                 if mapped is None or self.plain.is_random:
@@ -204,13 +205,17 @@ class Trial:
                         is_same = True
                     if is_same:
                         return Compared(True, dims, tuple(map(memory_order, expected)))
+                    what = (
+                        "its results are those of single samples, and their derivatives are others (a backward of your "
+                        "own that clips the gradient of a weight clips the sum of the samples' gradients)"
+                    )
                 repeats = self._repeats(expected)
                 is_certain = repeats and (not self.plain.is_random or self._repeats(expected, other_numbers=True))
             # where the plain forward gives another result each time, a difference tells nothing
             if dims is None or mapped.is_filled_up or is_certain or self._mixes(dims, repeats=repeats):
                 self.module._told.distrust(self.mapper.call)
                 reduces = dims is None and [MEAN, SUM] in mapped.possible_dims
-                error = self._refuse_reduced() if reduces else self._refusal()
+                error = self._refuse_reduced() if reduces else self._refusal(what)
                 call = self.mapper.call
                 if not any(
                     dim in (None, FOLDED) and isinstance(x, Tensor)
@@ -220,9 +225,7 @@ class Trial:
                 raise error
         return Compared(False, dims, tuple(map(memory_order, expected)))
 
-    def _refusal(
-        self, what: str = "on the whole batch its forward gives another result than sample by sample"
-    ) -> PerSampleError:
+    def _refusal(self, what: str) -> PerSampleError:
         return complaint(
             self.module.qualified_name,
             what,
