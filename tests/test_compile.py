@@ -241,6 +241,13 @@ def test_recurrent_layers_alone(kind: type[nn.RNNBase]) -> None:
         assert_same(inside, eager)
 
 
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
+def test_recurrent_layers_with_the_mode_off(kind: type[nn.RNNBase]) -> None:
+    layer, x = kind(4, 3, batch_first=True), torch.randn(B, 5, 4)
+    model = enn.convert(nn.ModuleList([layer]))[0]
+    assert torch.equal(torch.compile(model, backend="aot_eager")(x)[0], layer(x)[0])
+
+
 def test_the_model_s_own_compile() -> None:
     model, x = made("gpt")
     eager, inside = enn.convert(model).per_sample(), enn.convert(model).per_sample()

@@ -65,9 +65,10 @@ def autocast_as_now(device: torch.device) -> Callable[[], AbstractContextManager
     return partial(torch.autocast, device.type, dtype=dtype, enabled=enabled)
 
 
-def is_compiled() -> bool:
-    """Whether `torch.compile` traces this code, or would what it calls: it leaves out the forward of an RNN alone."""
-    return torch.compiler.is_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback() not in (None, False)
+@_disable_dynamo
+def not_compiled(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls a function as it is, also where `torch.compile` would trace it."""
+    return function(*args, **kwargs)
 
 
 @_disable_dynamo

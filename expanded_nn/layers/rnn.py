@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from expanded_nn.common.modes import not_compiled
 from expanded_nn.common.traced import refuse_values
 from expanded_nn.layers.recurrent.equations import RECURRENCES, Weights
 from expanded_nn.layers.recurrent.recurrence import recurrent
@@ -37,6 +38,13 @@ class _Layers(Expanded, nn.RNNBase):
 
     def samples_in(self, input: Tensor | PackedSequence, hx: Any = None) -> int | None:
         return super().samples_in(input)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_exporting():
+            return super().forward(*args, **kwargs)
+        # torch.compile leaves these layers out; where torch 2.15 traces this code, it takes each attribute for one that
+        # is not None
+        return not_compiled(Expanded.forward, self, *args, **kwargs)
 
     def expanded_forward(self, input: Tensor | PackedSequence, hx: Any = None) -> tuple[Any, Any]:
         x = self._checked_input(input)

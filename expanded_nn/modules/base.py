@@ -17,7 +17,7 @@ from expanded_nn._errors import complaint, named, refuse_other_kind
 from expanded_nn.common.batch import batch_of, data_in, in_order, lies_turned, tensors
 from expanded_nn.common.containers import listed
 from expanded_nn.common.meanwhile import meanwhile
-from expanded_nn.common.modes import WithoutSelection, is_compiled, is_selective, outside_of_graph, unseen
+from expanded_nn.common.modes import WithoutSelection, is_selective, outside_of_graph, unseen
 from expanded_nn.common.shared import as_no_view, stood_for
 from expanded_nn.modules import layout
 from expanded_nn.modules.twin_class import as_plain_graph, reduced_twin, twin_class, unpickled_graph, untouched
@@ -203,7 +203,7 @@ class PerSampleModule(nn.Module):
 
 def _with_rows(module: Root | Expanded, recorder: Recorder, args: Any, kwargs: Any) -> Any:
     """The forward in per-sample mode: a part of the forward that runs, or else one that may start over."""
-    if is_compiled():
+    if torch.compiler.is_compiling():
         return outside_of_graph(module.forward, *args, **kwargs)
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         raise complaint(
