@@ -589,6 +589,20 @@ def test_part_of_a_model_switched_off() -> None:
     assert_close(model[3].weight.grad_sample, expected["3.weight"])
 
 
+def test_no_bags_by_offsets() -> None:
+    class Bags(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.EmbeddingBag(9, 4)
+
+        def forward(self, words: Tensor, offsets: Tensor) -> Tensor:
+            return self.table(words, offsets)
+
+    model, none = enn.convert(Bags()).per_sample(), torch.zeros(0, dtype=torch.long)
+    model(none, none).sum().backward()
+    assert model.table.weight.grad_sample.shape == (0, 9, 4)
+
+
 def test_bags_by_offsets_beside_the_number_of_samples() -> None:
     """With the last offset there is one more than there are bags."""
     module = nn.EmbeddingBag(9, 4, mode="sum", include_last_offset=True)

@@ -137,7 +137,7 @@ class Halves:
         if not any(isinstance(module, nn.EmbeddingBag) for module in self.module.modules()):
             return False
         numbers = (x for x in self.leaves if _is_dense(x) and x.dtype in (torch.int32, torch.int64) and x.dim())
-        starts = (x for x in numbers if x.shape[-1] in (self.batch, self.batch + 1) and not x[..., 0].any())
+        starts = (x for x in numbers if x.shape[-1] in (self.batch, self.batch + 1) and not x[..., :1].any())
         return any(bool((x.diff() >= 0).all()) for x in starts)
 
     def _has_state(self) -> bool:
