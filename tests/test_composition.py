@@ -11,7 +11,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import pairwise
 from types import ModuleType
@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils import parametrizations, prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -28,6 +29,7 @@ from torch.utils.data import DataLoader
 
 import expanded_nn as enn
 from cases import Scale
+from expanded_nn.common.modes import without_fused_inference
 from expanded_nn.recording.sharded import is_shard
 from families import FAMILIES, Family, every_family, families
 from oracle import (
@@ -512,6 +514,26 @@ def test_models_in_threads_of_their_own() -> None:
 
     runs = [steps(f, on(f.module()), loop(f.module(), f.call(SAMPLES), SAMPLES)) for f in chosen]
     assert in_threads(*runs) == []
+
+
+def test_attention_s_switch_is_put_back_by_the_last_of_two_threads() -> None:
+    """Torch has one for all threads."""
+    first, second = ExitStack(), ExitStack()
+    for each in (first, second):
+        each.enter_context(without_fused_inference)
+    for each in (first, second):
+        assert not torch.backends.mha.get_fastpath_enabled()
+        each.close()
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_saved_tensors_in_another_dtype() -> None:
+    """By methods of torch's own, which have no module."""
+    model, module = on(net()), net()
+    with saved_tensors_hooks(Tensor.double, Tensor.double):
+        loss = total_loss(model, batch())
+    loss.backward()
+    assert_close_rows(rows_of(model), loop(module, batch(), SAMPLES))
 
 
 def test_step_while_another_thread_imports(monkeypatch: pytest.MonkeyPatch) -> None:

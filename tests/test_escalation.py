@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import pytest
@@ -512,6 +513,24 @@ class TestTraces:
         with pytest.warns(enn.PerSampleWarning):
             model(x)
         assert torch.equal(x, 2 * torch.ones(B, T, D))
+
+    @pytest.mark.parametrize("at", range(5))
+    def test_of_an_interrupted_attempt(self, at: int) -> None:
+        """The next forward finds out anew, and warns."""
+        calls = count()
+
+        def flattened(m: Any, x: Tensor) -> Tensor:
+            if next(calls) == at:
+                raise KeyboardInterrupt
+            return m.linear(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+
+        module = nn.Sequential(Does(flattened, linear=nn.Linear(D, D)))
+        model, x = on(module), torch.randn(B, T, D)
+        with pytest.raises(KeyboardInterrupt):
+            model(x)
+        assert not learned(model)
+        with pytest.warns(enn.PerSampleWarning, match="folded"):
+            model(x)
 
     def test_a_refusal_in_a_later_forward(self) -> None:
         """Of a kind that has gone through before: it is said that it has happened twice."""

@@ -6,7 +6,7 @@ from collections import UserDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Lock
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -104,6 +104,37 @@ def assert_right_rows(module: nn.Module, call: Call, samples: int) -> nn.Module:
     for name, grad in grads_of(model).items():
         assert_close(grad, rows_of(model)[name].sum(0), name=name)
     return model
+
+
+@dataclass
+class Output:
+    y: Tensor
+    penalty: Any = field(init=False, default=0.0)
+
+    @property
+    def total(self) -> Tensor:
+        return self.y + self.penalty + getattr(self, "more", 0.0)
+
+
+def test_a_dataclass_that_the_forward_completes() -> None:
+    """A field that is no argument, and an attribute that is no field; to torch's trees the class is as before."""
+
+    def completed(m: Any, x: Tensor) -> Output:
+        output = Output(m.scale * x)
+        output.penalty, output.more = (m.scale * x).square(), m.linear(x)  # type: ignore[attr-defined]
+        return output
+
+    class Total(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own = Own(completed, linear=nn.Linear(3, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.own(x).total
+
+    assert_right(Total(), features(3)(B))
+    output = Output(values(2))
+    assert tree_leaves(output) == [output]
 
 
 class Counts(nn.Module):

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, register_pytree_node, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 IsLeaf = Callable[[Any], bool] | None
 _EXAMPLES: Any = iter([]), iter(()), iter({}), iter({}.values()), iter({}.items()), reversed([]), reversed(())
@@ -34,6 +34,38 @@ def rebuilt(value: Any, leaves: Iterator[Any], is_leaf: IsLeaf = None) -> Any:
     parts, structure = tree_flatten(value, is_leaf=is_leaf)
     others = [_filled(part, leaves, is_leaf) if holds_tensors(part) else next(leaves) for part in parts]
     return tree_unflatten(others, structure)
+
+
+class _Opened:
+    """A dataclass as a node of torch's trees. To these it is a leaf otherwise, and stays one for everybody else.
+
+    Structures are equal where its class and the names in it are.
+    """
+
+    def __init__(self, holder: Any) -> None:
+        self.holder = holder
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Opened) or type(self.holder) is not type(other.holder):
+            return False
+        return _names(self.holder) == _names(other.holder)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+register_pytree_node(
+    _Opened,
+    lambda node: (leaves_of(node.holder), node),
+    lambda leaves, node: rebuilt(node.holder, iter(leaves)),
+)
+
+
+def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
+    """The leaves of a value, and what makes it of them; dataclasses are taken apart as well."""
+    leaves, structure = tree_flatten(value)
+    if not any(map(_is_dataclass, leaves)):
+        return leaves, structure
+    return tree_flatten(tree_map(lambda leaf: _Opened(leaf) if _is_dataclass(leaf) else leaf, value))
 
 
 def is_packed(part: Any) -> bool:
@@ -73,7 +105,11 @@ def _is_dataclass(part: Any) -> bool:
 
 
 def _names(holder: Any) -> list[Any]:
-    return [*holder] if _is_mapping(holder) else [field.name for field in dataclasses.fields(holder)]
+    """The keys of a mapping; the names of a dataclass' fields, and of other attributes that were set on it."""
+    if _is_mapping(holder):
+        return [*holder]
+    fields = [field.name for field in dataclasses.fields(holder) if hasattr(holder, field.name)]
+    return [*dict.fromkeys((*fields, *getattr(holder, "__dict__", ())))]
 
 
 def _get(holder: Any, name: Any) -> Any:

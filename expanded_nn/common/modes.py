@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from threading import Lock
 from typing import Any
 
 import torch
@@ -91,7 +92,8 @@ def outside_of_graph(function: Callable[..., Any], *args: Any, **kwargs: Any) ->
 def checkpoint_hooks() -> Any:
     """The functions by which a checkpoint packs and unpacks what autograd saves; `None` outside of one."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks if hooks is not None and hooks[0].__module__ == checkpoint.__name__ else None
+    # a method of torch's own, such as Tensor.half, has no module
+    return hooks if hooks is not None and getattr(hooks[0], "__module__", "") == checkpoint.__name__ else None
 
 
 def saved_tensors_are_packed() -> bool:
@@ -230,12 +232,27 @@ def refuse_lost_graph(tensor: Tensor) -> None:
         )
 
 
-@contextmanager
-def without_fused_inference() -> Iterator[None]:
-    """Without torch's fused attention in inference, whose results depend on the longest sample."""
-    is_enabled = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(is_enabled)
+class _WithoutFusedInference:
+    """Without torch's fused attention in inference, whose results depend on the longest sample.
+
+    Torch has one switch for all threads: the last one that leaves puts it back.
+    """
+
+    def __init__(self) -> None:
+        self.lock, self.inside, self.was_on = Lock(), 0, True
+
+    def __enter__(self) -> None:
+        with self.lock:
+            if not self.inside:
+                self.was_on = torch.backends.mha.get_fastpath_enabled()
+                torch.backends.mha.set_fastpath_enabled(False)
+            self.inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self.lock:
+            self.inside -= 1
+            if not self.inside:
+                torch.backends.mha.set_fastpath_enabled(self.was_on)
+
+
+without_fused_inference = _WithoutFusedInference()

@@ -59,6 +59,7 @@ class RandomStates:
         generators = {id(leaf): leaf for leaf in tree_leaves([holders, held]) if is_generator(leaf)}
         self.sources = [(torch.get_rng_state, torch.set_rng_state), (random.getstate, random.setstate)]
         numpy = sys.modules.get("numpy")
+        self.has_numpy = numpy is not None
         if numpy is not None:
             self.sources.append((numpy.random.get_state, numpy.random.set_state))
         for device in range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ():
@@ -75,7 +76,7 @@ class RandomStates:
 
     def has_drawn_elsewhere(self) -> bool:
         """Whether anything was drawn from Python's or numpy's generators."""
-        others = list(zip(self.before, self.sources, strict=True))[1:3]
+        others = list(zip(self.before, self.sources, strict=True))[1 : 2 + self.has_numpy]
         return not all(_same(before, get_state()) for before, (get_state, _) in others)
 
     def restore(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import nullcontext
 from typing import Any, ClassVar, cast
 
 import torch
@@ -200,13 +201,11 @@ class _Container(_Converted, Root):
     always_converted: ClassVar[bool] = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.backends.mha.get_fastpath_enabled() and self._fast_path_is_wrong():
-            with without_fused_inference():
-                return self.forward(*args, **kwargs)
         recorder = self._recorder
-        if recorder is not None and recorder.order is not None and not self._rows_are_due():
-            return recorder.order.as_one_operation(self._forward, args, kwargs)
-        return self._forward(*args, **kwargs)
+        with without_fused_inference if self._fast_path_is_wrong() else nullcontext():
+            if recorder is not None and recorder.order is not None and not self._rows_are_due():
+                return recorder.order.as_one_operation(self._forward, args, kwargs)
+            return self._forward(*args, **kwargs)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """The forward, with the layers' samples where its own `batch_first` says."""

@@ -121,6 +121,9 @@ class Escalation:
                 if not may_start_over or not getattr(final, "is_early", False):
                     raise final from final.__cause__
                 looks_for_outside_use = False
+            except BaseException:  # as of Ctrl-C
+                attempts.undo()
+                raise
 
     def _tried(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of the forward, whose samples are compared first, where it is time to.

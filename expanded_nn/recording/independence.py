@@ -161,7 +161,7 @@ class Halves:
             return None
         with uncounted():
             try:
-                with without_fused_inference():
+                with without_fused_inference:
                     whole, is_random = self.run(self.forward, self.leaves)
             except Exception:  # the forward itself will say so
                 return None
@@ -363,7 +363,7 @@ class Halves:
     def _plainly(self, *, is_random: bool, with_graph: bool) -> Iterator[None]:
         """Layers run as plain ones do; random numbers differ from run to run, so fixed ones take their place."""
         chance, plain = WithoutChance() if is_random else nullcontext(), self.recorder.in_general_rule({})
-        with torch.set_grad_enabled(with_graph), uncounted(), plain, without_fused_inference(), chance:
+        with torch.set_grad_enabled(with_graph), uncounted(), plain, without_fused_inference, chance:
             yield
 
     def _seen_by_others(self, whole: list[Any], dims: list[int | None]) -> Tensor | None:

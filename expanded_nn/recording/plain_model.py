@@ -31,7 +31,7 @@ def refusal_of_another_model(halves: Any, whole: list[Any], *, is_random: bool) 
     used, results = _leaves_of(whole), [x.detach() if isinstance(x, Tensor) else x for x in whole]
     whole.clear()
     try:
-        with without_fused_inference(), chance:
+        with without_fused_inference, chance:
             for number in range(TRIES):
                 with halves.recorder.in_general_rule({}):
                     plain, _ = halves.run(lambda args, kwargs: _untouched(module)(*args, **kwargs), halves.leaves)

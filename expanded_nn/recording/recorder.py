@@ -35,7 +35,7 @@ from expanded_nn.recording.store import Store
 from expanded_nn.recording.watch import Watch
 
 _ONE_DELIVERY = RLock()
-LIVE: weakref.WeakSet[Recorder] = weakref.WeakSet()  # all: from an unwatched parameter no hook leads to its recorder
+_LIVE: weakref.WeakSet[Recorder] = weakref.WeakSet()  # all: from an unwatched parameter no hook leads to its recorder
 
 
 class Recorder:
@@ -66,7 +66,8 @@ class Recorder:
         self.leaves = Leaves()
         self.escalation = Escalation()
         self.begin_anew()
-        LIVE.add(self)
+        with _ONE_DELIVERY:
+            _LIVE.add(self)
 
     def begin_anew(self) -> None:
         """Forgets all passes, rows and expansions."""
@@ -242,7 +243,7 @@ class Recorder:
         if forward.is_one_pass:
             pass_ = self.passes.new(batch)
         else:
-            pass_ = linked_pass(self, module, forward.inputs, batch, LIVE) or self.passes.joined_or_new(batch)
+            pass_ = linked_pass(self, module, forward.inputs, batch, live()) or self.passes.joined_or_new(batch)
             if pass_.stage is PassStage.OPEN:
                 self.passes.last = pass_
         self.passes.without_rows = None
@@ -495,6 +496,12 @@ class Recorder:
         self.watch_all()
 
 
+def live() -> list[Recorder]:
+    """All recorders that are there; other threads may make more meanwhile."""
+    with _ONE_DELIVERY:
+        return list(_LIVE)
+
+
 def modules_in(*roots: nn.Module) -> dict[nn.Module, None]:
     """Some modules and all within them, each once."""
     found: dict[nn.Module, None] = {}
@@ -515,5 +522,5 @@ def recorder_of(weight: Tensor) -> Recorder | None:
     watches = [hook for hook in hooks if isinstance(hook, Watch)]
     recorders = [recorder for watch in watches if isinstance(recorder := watch.recorder(), Recorder)]
     if not recorders and weight.requires_grad:  # unfrozen after the last pass began, it is not watched yet
-        recorders = [recorder for recorder in LIVE if any(recorder.leaves.get(leaf) for leaf in leaves)]
+        recorders = [recorder for recorder in live() if any(recorder.leaves.get(leaf) for leaf in leaves)]
     return next((recorder for recorder in recorders if recorder.forward is not None), next(iter(recorders), None))

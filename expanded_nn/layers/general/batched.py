@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from expanded_nn.common.containers import flatten
 from expanded_nn.common.functions import is_in_place
 from expanded_nn.common.modes import checkpoint_hooks, no_torch_function, unseen
 from expanded_nn.common.shared import is_shared
 from expanded_nn.core import cost
 from expanded_nn.layers.general.derived import Derived
 from expanded_nn.layers.general.folded import parts_of
-from expanded_nn.layers.general.mapped import flatten
 from expanded_nn.layers.general.mixing import JOINS, READS, along, is_of_ours
 from expanded_nn.layers.general.own_functions import STAND_INS, functions_looked_at, is_apply
 from expanded_nn.layers.general.owners import Arrangement, Owners

@@ -14,9 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import (
-    TreeSpec,
-    register_dataclass,
-    tree_flatten,
     tree_leaves,
     tree_map,
     tree_structure,
@@ -25,6 +22,7 @@ from torch.utils._pytree import (
 
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn.common.batch import FOLDED, contents, may_have_derivatives, unfolded
+from expanded_nn.common.containers import flatten
 from expanded_nn.common.modes import checkpoint_hooks, of_all, unseen
 from expanded_nn.common.shared import laid_out
 from expanded_nn.common.steady import OURS, RandomStates, Traces
@@ -56,15 +54,6 @@ MEAN, SUM = -2, -3
 
 # attributes that the forward does not write, or that are looked at one by one
 _NOT_ITS_OWN = {*OURS, "_buffers", *(name for name in vars(nn.Module()) if name.startswith("_"))}
-
-
-def flatten(result: Any) -> tuple[list[Any], TreeSpec]:
-    """The leaves of a result, dataclasses taken apart as well."""
-    leaves, structure = tree_flatten(result)
-    unknown = {type(leaf) for leaf in leaves if dataclasses.is_dataclass(leaf)}
-    for cls in unknown:
-        register_dataclass(cls)
-    return tree_flatten(result) if unknown else (leaves, structure)
 
 
 def keeping(module: Any, what: str) -> PerSampleError:

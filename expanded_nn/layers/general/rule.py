@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_unflatten
 
 from expanded_nn._errors import complaint
 from expanded_nn.common.batch import FOLDED, data_in
+from expanded_nn.common.containers import flatten
 from expanded_nn.common.meanwhile import meanwhile
 from expanded_nn.common.modes import running_backward, uncounted, unseen
 from expanded_nn.common.rounding import near
@@ -33,7 +34,6 @@ from expanded_nn.layers.general.mapped import (
     Called,
     Mapper,
     contiguous_as_plain,
-    flatten,
     once_per_sample,
     tensors_of,
 )
@@ -156,7 +156,7 @@ class General(Expanded):
         order = None if self._recorder is None else self._recorder.order
         if order is not None and call.kind in self._told.compared:
             with unseen():
-                order.note_layout(self, data_in(result), self._told.compared[call.kind].dims)
+                order.note_layout(self, tensors_of(result), self._told.compared[call.kind].dims)
         return result
 
     def _computed_again(self, args: Any, kwargs: Any) -> Any:

@@ -14,6 +14,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn.common.batch import FOLDED, unfolded
+from expanded_nn.common.containers import flatten
 from expanded_nn.common.modes import running_backward, unseen
 from expanded_nn.common.rounding import are_equal, are_near, near
 from expanded_nn.common.shared import memory_order
@@ -35,7 +36,6 @@ from expanded_nn.layers.general.mapped import (
     Called,
     Mapped,
     Mapper,
-    flatten,
     is_cache,
     moved,
     of_sample,
