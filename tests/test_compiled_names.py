@@ -390,6 +390,10 @@ class Inverse(torch.distributions.Transform):
     domain = codomain = torch.distributions.constraints.real
     bijective = True
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = self.inv  # of which torch 2.10 keeps a weak reference, and makes it anew where it is gone
+
     def _inverse(self, y: Tensor) -> Tensor:
         return y * LIMIT
 
