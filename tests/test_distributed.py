@@ -189,6 +189,22 @@ def fsdp_scatters_the_gradient_and_leaves_the_rows_local(rank: int, world: int) 
                 optimizer.step()
 
 
+def fsdp_clears_by_zeros_behind_a_batch_that_one_rank_lacks(rank: int, world: int) -> None:
+    """That rank's own rows tell nothing of the gradient; the ranks agree, or one waits for the others for ever."""
+    plain, make_input = mlp(), MODELS["mlp"][1]
+    model = sharded(plain).per_sample()
+    for step in range(6):
+        x = make_input(ROWS * world)[rank * ROWS : (rank + 1) * ROWS]
+        if step % 2 and rank == step // 2 % world:
+            x = x[:0]
+        backward(model, x)
+        for name, rows in expected_rows(plain, x).items():
+            assert_close(parameters_of(model)[name].grad_sample, rows, name=name)
+        if step > 2:
+            enn.clip_grad_sample_norms_(model, LIMIT)
+        model.zero_grad(set_to_none=False)
+
+
 def fsdp_appends_the_rows_of_several_backwards(rank: int, world: int) -> None:
     for make_model, make_input in MODELS.values():
         plain = make_model()
@@ -344,6 +360,7 @@ DDP = [
 ]
 FSDP = [
     fsdp_scatters_the_gradient_and_leaves_the_rows_local,
+    fsdp_clears_by_zeros_behind_a_batch_that_one_rank_lacks,
     fsdp_appends_the_rows_of_several_backwards,
     fsdp_scatters_the_clipped_sum,
     fsdp_scatters_in_one_order,

@@ -75,6 +75,14 @@ def added_over_ranks(count: int, parameter: Any) -> int:
     return int(_part_of_a_sum(torch.tensor(count, device=mesh.device_type), mesh).full_tensor())
 
 
+def true_on_all_ranks(condition: bool, parameter: Any) -> bool:
+    """Whether something is true on all ranks that share a parameter; here, if it is no shard.
+
+    Each rank has rows of its own samples, and all have to come to the same verdict: else one waits for the others.
+    """
+    return added_over_ranks(not condition, parameter) == 0 if is_shard(parameter) else condition
+
+
 def _part_of_a_sum(local: Tensor, mesh: Any) -> Any:
     """A DTensor that is the sum of what the ranks hold."""
     distributed = _distributed()

@@ -14,7 +14,7 @@ from expanded_nn.common.rounding import OF_MULTIPLES
 from expanded_nn.common.traced import look_first, refuse_values
 from expanded_nn.factored import as_factored
 from expanded_nn.recording.leaf import Leaf, vanishes
-from expanded_nn.recording.sharded import is_shard
+from expanded_nn.recording.sharded import is_shard, true_on_all_ranks
 
 
 def stale(leaves: Iterable[Leaf], name_of: Callable[[Tensor], str], *, beside_held: bool = False) -> list[Leaf]:
@@ -51,7 +51,7 @@ def stale(leaves: Iterable[Leaf], name_of: Callable[[Tensor], str], *, beside_he
     for leaf in leaves:
         by_verdict[_verdict(leaf, name_of, beside_held=beside_held)].append(leaf)
     stale_leaves, zeros = by_verdict[_Verdict.STALE], by_verdict[_Verdict.ZERO]
-    zeros.sort(key=lambda leaf: cast(Tensor, leaf.published.rows).numel())
+    zeros.sort(key=lambda leaf: cast(Tensor, leaf.published.rows).shape[1:].numel())  # in the same order on all ranks
     some_held = beside_held or bool(by_verdict[_Verdict.HELD])
     if not some_held and any(not _rows_cancel(leaf) for leaf in zeros):  # one that was cleared tells of all
         return stale_leaves + zeros
@@ -72,7 +72,8 @@ def _verdict(leaf: Leaf, name_of: Callable[[Tensor], str], *, beside_held: bool)
     if vanishes(parameter.grad):
         if not beside_held or not leaf.was_scaled_or_clipped():
             return _Verdict.ZERO
-        if leaf.published.rows is None or not bool(leaf.published.rows.norm()):
+        rows = leaf.published.rows
+        if true_on_all_ranks(rows is None or not bool(rows.norm()), parameter):
             return _Verdict.HELD
         raise _in_doubt(
             name_of(parameter),
@@ -147,7 +148,7 @@ def _rows_cancel(leaf: Leaf) -> bool:
     look_first()
     refuse_values("it sets a gradient to zero whose per-sample gradients are held (optimizer.zero_grad() clears both)")
     total, rounding = _sum_of_rows(leaf)
-    return bool(total.norm() <= rounding)
+    return true_on_all_ranks(bool(total.norm() <= rounding), leaf.visible_parameter())
 
 
 def _is_multiple(grad: Tensor, total: Tensor, rounding: Tensor) -> bool:
