@@ -193,6 +193,7 @@ def fsdp_clears_by_zeros_behind_a_batch_that_one_rank_lacks(rank: int, world: in
     """That rank's own rows tell nothing of the gradient; the ranks agree, or one waits for the others for ever."""
     plain, make_input = mlp(), MODELS["mlp"][1]
     model = sharded(plain).per_sample()
+    optimizer = torch.optim.SGD(model.parameters())
     for step in range(6):
         x = make_input(ROWS * world)[rank * ROWS : (rank + 1) * ROWS]
         if step % 2 and rank == step // 2 % world:
@@ -202,7 +203,7 @@ def fsdp_clears_by_zeros_behind_a_batch_that_one_rank_lacks(rank: int, world: in
             assert_close(parameters_of(model)[name].grad_sample, rows, name=name)
         if step > 2:
             enn.clip_grad_sample_norms_(model, LIMIT)
-        model.zero_grad(set_to_none=False)
+        optimizer.zero_grad(set_to_none=False)
 
 
 def fsdp_appends_the_rows_of_several_backwards(rank: int, world: int) -> None:
