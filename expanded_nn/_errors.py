@@ -23,6 +23,11 @@ MADE_BY_LIBRARIES = (  # the "files" of code that is made; not "<stdin>", nor a 
 NOT_THE_USERS = (*LIBRARIES, *(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")))
 
 
+def is_ours(made: Any) -> bool:
+    """Whether a class or a function is of this library."""
+    return str(made.__module__).partition(".")[0] == __name__.partition(".")[0]
+
+
 class PerSampleError(RuntimeError):
     """Per-sample gradients cannot be right here; the text names the place and the remedy.
 

@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader
 
 import expanded_nn as enn
 from cases import Scale
+from expanded_nn.common.meanwhile import quiet
 from expanded_nn.common.modes import without_fused_inference
 from expanded_nn.recording.sharded import is_shard
 from families import FAMILIES, Family, every_family, families
@@ -516,15 +517,18 @@ def test_models_in_threads_of_their_own() -> None:
     assert in_threads(*runs) == []
 
 
-def test_attention_s_switch_is_put_back_by_the_last_of_two_threads() -> None:
-    """Torch has one for all threads."""
-    first, second = ExitStack(), ExitStack()
+def test_switches_of_the_process_are_put_back_by_the_last_of_two_threads() -> None:
+    """Torch has one for attention's inference, and Python one list of filters of warnings, for all threads."""
+    first, second, filters = ExitStack(), ExitStack(), [*warnings.filters]
     for each in (first, second):
         each.enter_context(without_fused_inference)
+        each.enter_context(quiet())
     for each in (first, second):
         assert not torch.backends.mha.get_fastpath_enabled()
+        warnings.warn("not seen", stacklevel=1)
         each.close()
     assert torch.backends.mha.get_fastpath_enabled()
+    assert warnings.filters == filters
 
 
 def test_saved_tensors_in_another_dtype() -> None:

@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 from expanded_nn._errors import PerSampleError, named
 from expanded_nn.common.batch import tensors
 from expanded_nn.common.meanwhile import meanwhile
+from expanded_nn.common.modes import has_no_values
 from expanded_nn.modules.base import PerSampleModule
 
 
@@ -72,7 +73,7 @@ class Trace:
             if isinstance(tensor, PackedSequence):  # padded, as its data has no dimension of the samples to look for
                 values.append(pad_packed_sequence(tensor, batch_first=True)[0].detach())
                 continue
-            if tensor.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            if tensor.layout is not torch.strided or has_no_values(tensor):
                 continue
             if self.with_grads and tensor.requires_grad:
                 self._watch(tensor, (len(self.events), len(values)))

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from expanded_nn._errors import is_ours
 from expanded_nn.common.batch import contents, marked_like
 from expanded_nn.common.functions import is_in_place
 from expanded_nn.common.modes import is_batched, unseen, version_of
@@ -317,13 +318,6 @@ class BeforeForward:
         self.module, members = module, [*module.modules()]
         self.outside = Outside(members)
         self.attributes = [(owner, dict(vars(owner))) for owner in (*members, *_objects_of(members))]
-        self.copied: list[tuple[Any, dict[str, Any]]] = []  # the attributes that each forward gets copies of
-        self.without_hooks: list[Any] = []  # tables of hooks that are empty, a dozen in each module
-        for owner, attributes in self.attributes:
-            values = {key: value for key, value in attributes.items() if key not in OURS and _can_change(value)}
-            empty = {key for key in _HOOK_TABLES & values.keys() if not values[key]}
-            self.without_hooks += [values.pop(key) for key in empty]
-            self.copied.append((owner, values))
         self.hooks = [(parameter, {*_hooks_of(parameter)}) for parameter in module.parameters()]
 
     @contextmanager
@@ -334,8 +328,8 @@ class BeforeForward:
         """
         updated = _Updates([parameter for parameter, _ in self.hooks] if updates else ())
         try:
-            for owner, values in self.copied:
-                vars(owner).update({key: _copied(value) for key, value in values.items()})
+            for owner, attributes in self.attributes:
+                vars(owner).update({key: _copied(value) for key, value in attributes.items() if key not in OURS})
                 if not hooks and isinstance(owner, nn.Module) and owner is not self.module:
                     vars(owner).update({key: OrderedDict() for key in _HOOKS})
             with updated if updates else nullcontext():
@@ -348,8 +342,6 @@ class BeforeForward:
                 for name in vars(owner).keys() - attributes.keys() - learned.keys():
                     del vars(owner)[name]
                 vars(owner).update(attributes, **learned)  # never empty, as another thread may run it for inference
-            for table in self.without_hooks:
-                table.clear()
             for parameter, before in self.hooks:
                 for table, key in {*_hooks_of(parameter)} - before:
                     del getattr(parameter, table)[key]
@@ -365,7 +357,7 @@ def _hooks_of(parameter: Tensor) -> Iterator[tuple[str, int]]:
     """The user's hooks on a parameter, each with the name of the table that it is in."""
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         for key, hook in (getattr(parameter, name) or {}).items():
-            if type(hook).__module__.partition(".")[0] != __name__.partition(".")[0]:  # the watch stays
+            if not is_ours(type(hook)):  # the watch stays
                 yield name, key
 
 
@@ -385,11 +377,6 @@ def _copied_argument(leaf: Any) -> Any:
         return copy.deepcopy(leaf, {id(x): x.detach().clone() for x in contents(leaf) if isinstance(x, Tensor)})
     except Exception:  # it holds something that cannot be copied
         return leaf
-
-
-def _can_change(value: Any) -> bool:
-    """Whether `_copied` makes a copy of it."""
-    return isinstance(value, Tensor | MutableMapping) or type(value) in (list, set, deque, tuple)
 
 
 def _copied(value: Any) -> Any:

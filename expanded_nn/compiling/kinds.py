@@ -151,6 +151,8 @@ def of_surroundings() -> Hashable:
         default_devices = [mode.device for mode in modes if isinstance(mode, DeviceContext)]
     if len(default_devices) < len(modes) or torch._C._len_torch_dispatch_stack() or saved_tensors_are_packed():
         raise OnlyEager("it is called within a mode of torch's, or within hooks on saved tensors")
+    if torch.is_anomaly_enabled():
+        raise OnlyEager("torch.autograd.set_detect_anomaly is on, which looks at the values of all gradients")
     autocast: tuple[Hashable, ...] = ()
     hooks: tuple[Hashable, ...] = ()
     if is_autocast():

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from expanded_nn._errors import LIBRARIES, MADE_BY_LIBRARIES, NOT_THE_USERS
+from expanded_nn._errors import LIBRARIES, MADE_BY_LIBRARIES, NOT_THE_USERS, is_ours
 from expanded_nn.common.bytecode import (
     codes_in,
     computes_keys,
@@ -189,7 +189,7 @@ class Referred:
             hooks += [
                 hook for registries in of_parameters for registry in registries for hook in (registry or {}).values()
             ]
-            self.hooks |= {id(hook): hook for hook in hooks if type(hook).__module__.partition(".")[0] != _OURS}
+            self.hooks |= {id(hook): hook for hook in hooks if not is_ours(type(hook))}
         for hook in self.hooks.values():
             self._follow(hook)
         self._read_all()

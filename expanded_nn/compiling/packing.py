@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
+from expanded_nn._errors import is_ours
 from expanded_nn.common.batch import contents
 from expanded_nn.common.traced import OnlyEager
 from expanded_nn.compiling.names import is_the_users
@@ -68,8 +69,7 @@ def packed(value: Any, parts: list[Any], counts: Mapping[int, Tensor] = _NO_COUN
         raise OnlyEager(
             f"it returns a {type(value).__name__}, which ends after the first call (return a list or a tuple)"
         )
-    is_ours = type(value).__module__.partition(".")[0] == __name__.partition(".")[0]
-    if not is_ours and not isinstance(value, nn.Module) and _holds_tensors(value):
+    if not is_ours(cls) and not isinstance(value, nn.Module) and _holds_tensors(value):
         raise OnlyEager(
             f"it returns a {type(value).__name__}, or sets it on a module, that holds tensors or sizes (take these, in "
             "tuples, lists, dicts or dataclasses)"

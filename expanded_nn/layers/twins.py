@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from expanded_nn._errors import ConversionError
+from expanded_nn._errors import ConversionError, is_ours
 from expanded_nn.layers import transformers as transformers  # registers its twins
 from expanded_nn.layers.general.rule import PARAMETER_LISTS, General
 from expanded_nn.modules.base import Expanded, PerSampleModule, Root
@@ -20,7 +20,6 @@ from expanded_nn.modules.twin_class import twin_class
 from expanded_nn.recording.watch import PARTS_OF_LAYERS
 
 _HARMLESS = {"extra_repr", "reset_parameters", "_reset_parameters"}
-_PACKAGE = __name__.partition(".")[0]
 
 
 def expand_modules(model: nn.Module) -> None:
@@ -147,7 +146,7 @@ def _clash(module: nn.Module, kind: type[PerSampleModule]) -> tuple[str, str] | 
     user_classes = module_class.__mro__[: module_class.__mro__.index(base)]
     user_names = {*vars(module), *module._parameters, *module._modules, *module._buffers}
     user_names.update(name for user_class in user_classes for name in vars(user_class))
-    library_classes = [base for base in kind.__mro__ if base.__module__.partition(".")[0] == _PACKAGE]
+    library_classes = [base for base in kind.__mro__ if is_ours(base)]
     library_names = {name for library_class in library_classes for name in vars(library_class)}
     clashes = sorted(name for name in user_names & (library_names - set(dir(base))) if not name.startswith("__"))
     if not clashes:

@@ -20,7 +20,8 @@ from expanded_nn.core.products import Products
 from expanded_nn.core.terms import Differentiable
 from expanded_nn.factored import FactoredTensor, as_factored, as_real, materialized, refuse_hidden
 from expanded_nn.modules.base import Expanded, PerSampleModule, all_parameters, recorders_of
-from expanded_nn.recording.recorder import Recorder, live
+from expanded_nn.recording.living import living
+from expanded_nn.recording.recorder import Recorder
 from expanded_nn.recording.sharded import is_shard, is_zero
 from expanded_nn.rows.factors import widened
 
@@ -87,7 +88,7 @@ def _refuse_rows_of_other_models(
                 "Switch on the whole model at once: per_sample(model). Parts that are several models go into one, "
                 "nn.ModuleList([actor, critic]). Or clip each part alone, after its own backward.",
             )
-    others = [recorder for recorder in live() if recorder.store.held]
+    others = [recorder for recorder in living() if recorder.store.held]
     if len(others) < 2:
         return
     holders = {name: [one for one in others if one.leaves.has_rows(p)] for name, p in parameters.items()}

@@ -5,7 +5,6 @@ That sees what no layer can: samples that the forward mixes, and arguments or ta
 
 from __future__ import annotations
 
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from expanded_nn._errors import PerSampleError, complaint, warn
+from expanded_nn._errors import PerSampleError, complaint, is_ours, warn
 from expanded_nn.common.batch import (
     FOLDED,
     NUMBERS,
@@ -29,6 +28,7 @@ from expanded_nn.common.batch import (
     unfolded,
 )
 from expanded_nn.common.containers import is_packed, leaves_of, rebuilt
+from expanded_nn.common.meanwhile import quiet
 from expanded_nn.common.modes import uncounted, unseen, without_fused_inference
 from expanded_nn.common.rounding import are_equal, are_like, are_near, has_numbers, near
 from expanded_nn.common.steady import BeforeForward, RandomStates, WithoutChance, attributes_of
@@ -352,8 +352,7 @@ class Halves:
     def _result(self, forward: Callable[[Any, Any], Any], leaves: list[Any]) -> list[Any]:
         """What is in the result of a forward."""
         args, kwargs = rebuilt(self.arguments, map(_copied, leaves), is_packed)
-        with self.before.without_traces(hooks=False, updates=True), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the forward itself will give them
+        with self.before.without_traces(hooks=False, updates=True), quiet():  # the forward itself will give them
             return leaves_of(forward(args, kwargs), is_packed)
 
     def plain(self, args: Any, kwargs: Any) -> Any:
@@ -401,7 +400,7 @@ def _runs_code_of_others(node: Any) -> bool:
     Its backward may call a layer again, run a backward of its own, or use up what it has kept, which cannot be undone.
     """
     function = getattr(type(node), "_forward_cls", None)
-    return function is not None and function.__module__.partition(".")[0] != __name__.partition(".")[0]
+    return function is not None and not is_ours(function)
 
 
 def _is_open(leaf: Any) -> bool:

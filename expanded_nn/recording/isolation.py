@@ -12,7 +12,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from expanded_nn.common.traced import OnlyEager
-from expanded_nn.factored import hidden, is_hidden, materialized
+from expanded_nn.factored import hidden, is_hidden
 from expanded_nn.recording.leaf import NO_ROWS, Leaf, Noted, Published, vanishes
 from expanded_nn.recording.passes import Pass, PassStage
 from expanded_nn.recording.recorder import Recorder
@@ -126,17 +126,7 @@ def set_rows(
         store.held[pass_] = pass_rows
     recorder.passes.last = None
     recorder.expanded.clear()
-    held = tuple(store.held)
-    only = passes[0] if len(held) == 1 and not recorder.leaves.sharded else {}
     for leaf in recorder.leaves:
-        rows, parameter = only.get(leaf), leaf.parameter()
-        if rows is not None and parameter is not None:  # what `publish` comes to
-            if store.materialize and type(rows) is not Tensor:
-                rows = materialized(rows, leaf.memory)
-            leaf.published = Published(rows, held, rows._version)
-            parameter.grad_sample = rows  # type: ignore[attr-defined]
-        elif appends:
-            store.publish(leaf)
-        elif passes or leaf.published.rows is not None or leaf.was_reset():
+        if not appends:
             leaf.published = NO_ROWS
-            store.publish(leaf)
+        store.publish(leaf)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from expanded_nn.common.meanwhile import quiet
 from expanded_nn.common.modes import function_modes, is_batched, transforms, unseen
 from expanded_nn.common.shared import stand_in, stood_for
 from expanded_nn.common.steady import OURS, WithoutDropout
@@ -210,9 +210,6 @@ def _lists_of(modules: Iterable[nn.Module], by_id: Collection[int]) -> Iterator[
                     yield module, name, value
 
 
-@contextmanager
-def quiet_fallbacks() -> Iterator[None]:
+def quiet_fallbacks() -> AbstractContextManager[None]:
     """Without the warning that `vmap` loops over the samples for some operation, as nothing can be done about it."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="There is a performance drop because we have not yet implemented")
-        yield
+    return quiet("There is a performance drop because we have not yet implemented")

@@ -21,6 +21,7 @@ from expanded_nn.common.batch import contents, data_in, tensors
 from expanded_nn.recording.checkpoints import noted_passes
 from expanded_nn.recording.expand import Expand
 from expanded_nn.recording.graph import PARTS, operation_of, part_taken, saved_dims, saved_keys, shape_of, turned_dims
+from expanded_nn.recording.living import living
 from expanded_nn.recording.passes import Pass, PassStage
 from expanded_nn.recording.places import Moved, chosen, moved_by
 from expanded_nn.recording.settings import RecorderLike
@@ -36,9 +37,7 @@ class _Recomputed(Exception):
 _READING = threading.local()
 
 
-def linked_pass(
-    recorder: RecorderLike, module: nn.Module, inputs: Any, batch: int, models: Iterable[RecorderLike]
-) -> Pass | None:
+def linked_pass(recorder: RecorderLike, module: nn.Module, inputs: Any, batch: int) -> Pass | None:
     """The pass that the arguments of a forward of B samples come from: that of an earlier call of the model.
 
     `None` if there is no such pass. Rows of two passes are clipped separately, so that a sample with rows in both could
@@ -55,7 +54,7 @@ def linked_pass(
     if not ends:
         return None
     own_passes = set(recorder.passes.alive)
-    alive = (pass_ for model in models if model is not recorder for pass_ in model.passes.alive)
+    alive = (pass_ for model in living() if model is not recorder for pass_ in model.passes.alive)
     other_passes = {pass_ for pass_ in alive if pass_.stage is PassStage.OPEN and pass_.batch != batch}
     if not own_passes and not other_passes:
         return None

@@ -26,6 +26,7 @@ from expanded_nn.recording.forward import Forward as Forward
 from expanded_nn.recording.leaf import Leaf, Leaves, Location, vanishes
 from expanded_nn.recording.lift import Lent, Slot
 from expanded_nn.recording.linked import linked_pass
+from expanded_nn.recording.living import living, note_living
 from expanded_nn.recording.order import Order
 from expanded_nn.recording.passes import Pass, Passes, PassStage
 from expanded_nn.recording.settings import Settings as Settings
@@ -35,7 +36,6 @@ from expanded_nn.recording.store import Store
 from expanded_nn.recording.watch import Watch
 
 _ONE_DELIVERY = RLock()
-_LIVE: weakref.WeakSet[Recorder] = weakref.WeakSet()  # all: from an unwatched parameter no hook leads to its recorder
 
 
 class Recorder:
@@ -66,8 +66,7 @@ class Recorder:
         self.leaves = Leaves()
         self.escalation = Escalation()
         self.begin_anew()
-        with _ONE_DELIVERY:
-            _LIVE.add(self)
+        note_living(self)
 
     def begin_anew(self) -> None:
         """Forgets all passes, rows and expansions."""
@@ -243,7 +242,7 @@ class Recorder:
         if forward.is_one_pass:
             pass_ = self.passes.new(batch)
         else:
-            pass_ = linked_pass(self, module, forward.inputs, batch, live()) or self.passes.joined_or_new(batch)
+            pass_ = linked_pass(self, module, forward.inputs, batch) or self.passes.joined_or_new(batch)
             if pass_.stage is PassStage.OPEN:
                 self.passes.last = pass_
         self.passes.without_rows = None
@@ -496,12 +495,6 @@ class Recorder:
         self.watch_all()
 
 
-def live() -> list[Recorder]:
-    """All recorders that are there; other threads may make more meanwhile."""
-    with _ONE_DELIVERY:
-        return list(_LIVE)
-
-
 def modules_in(*roots: nn.Module) -> dict[nn.Module, None]:
     """Some modules and all within them, each once."""
     found: dict[nn.Module, None] = {}
@@ -522,5 +515,5 @@ def recorder_of(weight: Tensor) -> Recorder | None:
     watches = [hook for hook in hooks if isinstance(hook, Watch)]
     recorders = [recorder for watch in watches if isinstance(recorder := watch.recorder(), Recorder)]
     if not recorders and weight.requires_grad:  # unfrozen after the last pass began, it is not watched yet
-        recorders = [recorder for recorder in live() if any(recorder.leaves.get(leaf) for leaf in leaves)]
+        recorders = [recorder for recorder in living() if any(recorder.leaves.get(leaf) for leaf in leaves)]
     return next((recorder for recorder in recorders if recorder.forward is not None), next(iter(recorders), None))

@@ -18,7 +18,7 @@ from torch.autograd.function import Function
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode, handle_torch_function
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from expanded_nn.common.modes import function_modes, is_batched, outside_of_vmap, transforms
+from expanded_nn.common.modes import function_modes, is_batched, outside_of_vmap, transforms, version_of
 from expanded_nn.common.traced import refuse_values
 from expanded_nn.recording.lift import OfAllSamples, with_tensors
 
@@ -158,7 +158,7 @@ class _Applied:
                 gives other numbers than for the first sample.
         """
         shared = [part for part, every in zip(parts, is_shared, strict=True) if every and isinstance(part, Tensor)]
-        versions = list(map(_version, shared))
+        versions = list(map(version_of, shared))
         args, kwargs = tree_unflatten(parts, self.structure)
         try:
             with _heard_by(self.modes):
@@ -167,7 +167,7 @@ class _Applied:
             if "modified inplace" not in str(error):
                 raise
             raise self._not_by_vmap("changes its argument in place") from error
-        if versions != list(map(_version, shared)):
+        if versions != list(map(version_of, shared)):
             raise self._not_by_vmap("changes in place what all samples share")
         self.result = self.result or (result, structure)
         if structure != self.result[1] or _values(result) != _values(self.result[0]):
@@ -188,10 +188,6 @@ def _heard_by(modes: Sequence[TorchFunctionMode]) -> Iterator[None]:
     finally:
         for _ in modes:
             _pop_mode()
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _values(leaves: Sequence[Any]) -> list[Any]:

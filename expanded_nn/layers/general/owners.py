@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from expanded_nn.common.batch import FOLDED, may_have_derivatives
-from expanded_nn.common.containers import flatten
+from expanded_nn.layers.general.mapped import tensors_of
 from expanded_nn.layers.general.operations import Known
 from expanded_nn.layers.general.samples import NOBODY, Memo, Samples, Unknown, constant
 
@@ -61,8 +61,7 @@ class Owners:
 
     def refuse_others_places(self, result: Any, dims: Sequence[int]) -> None:
         """Raises unless the samples stand in `dims` of the tensors that are returned, in order."""
-        tensors = [leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]
-        for x, dim in zip(tensors, dims, strict=True):
+        for x, dim in zip(tensors_of(result), dims, strict=True):
             samples = self.of(x)
             if samples is not None and not bool(((samples == self._standing_in(x, dim)) | (samples == NOBODY)).all()):
                 raise Unknown

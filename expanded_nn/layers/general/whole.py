@@ -159,11 +159,6 @@ def _by_dims(func: Any, args: Any, kwargs: Any) -> Any:
     return own.run.derived(func, lambda value: func(value, *dims, **options), own, begins=computes)
 
 
-def _squeeze(func: Any, args: Any, kwargs: Any) -> Any:
-    """Without a dimension of size 1, or without all of them."""
-    return (_by_dims if len(args) > 1 or kwargs else by_vmap)(func, args, kwargs)
-
-
 def _same(func: Any, args: Any, kwargs: Any) -> Batched:
     """A copy, or another layout in memory: nothing is changed in place."""
     own = own_of(args[0])
@@ -200,13 +195,6 @@ def _spread(func: Any, args: Any, kwargs: Any) -> Tensor:
         own.run.note(func, whole=True)
         return spread(beside(own, len(sizes)), sizes[1:])
     return own.run.derived(func, lambda value: spread(with_dims(value, len(sizes)), sizes), own, begins=False)
-
-
-def _dropout(func: Any, args: Any, kwargs: Any) -> Batched:
-    """Without effect, as in eval mode."""
-    named = {**dict(zip(("input", "p", "training"), args, strict=False)), **kwargs}
-    refuse_unless(not named.get("training", True) or named.get("p", 0.5) == 0)
-    return own_of(named["input"])
 
 
 def _index(func: Any, args: Any, kwargs: Any) -> Batched:
@@ -404,10 +392,9 @@ TABLE: dict[Any, Rule] = {
         _of_each_number,
     ),
     **dict.fromkeys(functions("clone", "contiguous"), _same),
-    F.dropout: _dropout,
+    **dict.fromkeys([F.dropout, *functions("squeeze")], by_vmap),
     **dict.fromkeys(functions("to", "type", "type_as", "float", "double", "half", "bfloat16"), _cast),
     **dict.fromkeys(functions("unsqueeze", "transpose", "permute", "flatten", "unbind", "split", "chunk"), _by_dims),
-    **dict.fromkeys(functions("squeeze"), _squeeze),
     **dict.fromkeys(functions("softmax", "sum", "mean", "std", "var"), _by_dims),
     **dict.fromkeys([Tensor.t, torch.t, *attributes("T", "mT")], _matrix_transposed),
     **dict.fromkeys(functions("view", "reshape", "view_as", "reshape_as"), _reshape),
