@@ -1410,6 +1410,24 @@ def test_what_changes_operations_around_a_step_runs_eagerly(surroundings: Callab
     assert_same_results(model, compiled, step, x, y)
 
 
+def test_anomaly_mode_looks_at_values() -> None:
+    model, (x, y) = enn.convert(small()).per_sample(), samples(4)[0]
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        F.cross_entropy(model(x), y).backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    compiled = enn.compile(step, backend="eager")
+    with torch.autograd.set_detect_anomaly(True):
+        with pytest.warns(enn.PerSampleWarning, match="set_detect_anomaly is on"):
+            assert_same_results(model, compiled, step, x, y)
+        for _ in range(2):
+            assert_same_results(model, compiled, step, x, y)
+    for _ in range(3):
+        assert_same_results(model, compiled, step, x, y)
+    assert len(graphs(compiled)) == 1
+
+
 def test_an_object_without_an_error_for_unknown_names() -> None:
     """It raises KeyError for an attribute that it lacks."""
     model, (x, y) = enn.convert(small()).per_sample(), samples(4)[0]

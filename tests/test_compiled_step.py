@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, distributions, nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 
 import expanded_nn as enn
@@ -330,6 +331,47 @@ def test_a_module_that_goes_sample_by_sample_at_many_sizes() -> None:
     law(Prototypes, clipped, batches, least=1, loss_reduction="sum")
 
 
+class Beside(nn.Module):
+    """A layer and a parameter `(1, 1, 8)` beside each other."""
+
+    def __init__(self, forward: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.layer, self.does = nn.Linear(8, 8), forward
+        self.own = nn.Parameter(torch.linspace(-1.0, 1.0, 8).view(1, 1, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.does(self, x))  # type: ignore[no-any-return]
+
+
+def rotated(m: Any, x: Tensor) -> Tensor:
+    one, other = (x * m.own).chunk(2, -1)
+    return torch.cat([-other, one], -1)
+
+
+OF_MANY_SIZES: dict[str, Callable[..., Tensor]] = {
+    "class_token": lambda m, x: torch.cat([m.own.expand(x.shape[0], -1, -1), x], 1),
+    "rotated": rotated,
+    "layer_norm": lambda m, x: F.layer_norm(x, (8,), m.own.flatten()),
+    "group_norm": lambda m, x: F.group_norm(x.mT, 2, m.own.flatten()).mT,
+    "convolution": lambda m, x: F.conv1d(x.mT, m.own.permute(2, 1, 0), groups=8).mT,
+}
+
+
+@pytest.mark.parametrize("forward", OF_MANY_SIZES.values(), ids=OF_MANY_SIZES)
+def test_modules_with_parameters_of_their_own_take_sizes_as_symbols(forward: Callable[..., Tensor]) -> None:
+    """Through `vmap` some operations make a number of the size: then each takes a graph of its own."""
+    law(
+        lambda: nn.Sequential(Beside(forward)), clipped, [(torch.randn(size, 4, 8),) for size in (3, 3, 5, 6, 7, 9, 11)]
+    )
+
+
+def test_a_computed_weight_takes_sizes_as_symbols() -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(spectral_norm(nn.Linear(8, 8)).eval())
+
+    law(build, clipped, [(torch.randn(size, 8),) for size in (3, 3, 5, 6, 7, 9, 11)])
+
+
 class RelativeBias(nn.Module):
     """Adds a bias for each pair of positions, by a table and an index that all samples share."""
 
@@ -358,6 +400,22 @@ class Placed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         row = self.row(torch.arange(4)[None]).expand(x.shape[0], -1, -1)
         return x + row + self.plain(torch.arange(4)).tanh()  # type: ignore[no-any-return]
+
+
+class Prompted(nn.Module):
+    """Puts the rows of a table before each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.table(torch.arange(4)[None]).repeat(x.shape[0], 1, 1), x], 1)
+
+
+def test_a_table_that_is_repeated_takes_sizes_as_symbols() -> None:
+    batches = [(torch.randn(size, 4, 8),) for size in (3, 3, 5, 6, 7, 9, 11)]
+    law(lambda: nn.Sequential(Prompted(), nn.Linear(8, 8)), clipped, batches)
 
 
 @pytest.mark.parametrize("sizes", [(3, 3, 5, 6, 7, 9, 11), (1, 1, 3, 3, 5, 6, 7, 9)])

@@ -90,7 +90,7 @@ def note_input(layer: Member, *, shared: bool) -> None:
     """Notes in the forward whether an input has one row that all samples share."""
     forward = forward_of(layer)
     if forward is not None:
-        forward.notes.inputs_shared.append(shared)
+        forward.notes.inputs_shared.append(bool(shared))  # with a symbol it is one as well
 
 
 def note_shared_result(layer: Reader, result: Tensor, *, is_new: bool) -> None:

@@ -89,27 +89,33 @@ class ExpandComputed(torch.autograd.Function):
 
 def rows_of_sources(result: Tensor, sources: Sequence[Tensor], rows: Tensor) -> Sequence[Tensor | None]:
     """The rows of the `sources` that `result` is computed from, by the rows of `result`; some samples at a time."""
-    batch = rows.shape[0]
-    at_once = batch if is_traced() else cost.at_once(result.numel(), cost.DERIVED_AT_ONCE)
+    batch, at_once = rows.shape[0], cost.at_once(result.numel(), cost.DERIVED_AT_ONCE)
+    if is_traced() or at_once >= batch:
+        return _rows_at_once(result, sources, rows)
+    parts = (_rows_at_once(result, sources, rows[first : first + at_once]) for first in range(0, batch, at_once))
     all_rows: list[Tensor | None] = []
-    trainable = [source for source in sources if source.requires_grad]  # others were frozen after the forward
-    for first in range(0, batch, at_once):
-        part = materialized(rows if at_once >= batch else rows[first : first + at_once])
-        gradients = partial(torch.autograd.grad, result, trainable, retain_graph=True, allow_unused=True)
-        if len(part) == 1:
-            found: Sequence[Tensor | None] = [None if grad is None else grad[None] for grad in gradients(part[0])]
-        else:
-            with quiet_fallbacks():
-                found = gradients(part, is_grads_batched=True)
-        of_trainable = iter(found)
-        grads = [next(of_trainable) if source.requires_grad else None for source in sources]
-        if at_once >= batch:
-            return grads
+    for number, grads in enumerate(parts):
         all_rows = all_rows or [None if grad is None else grad.new_empty(batch, *grad.shape[1:]) for grad in grads]
         for whole, grad in zip(all_rows, grads, strict=True):
             if whole is not None and grad is not None:
-                whole[first : first + at_once] = grad
+                whole[number * at_once : (number + 1) * at_once] = grad
     return all_rows
+
+
+def _rows_at_once(result: Tensor, sources: Sequence[Tensor], rows: Tensor) -> list[Tensor | None]:
+    """The same for a few samples, all at once."""
+    rows, trainable = materialized(rows), [source for source in sources if source.requires_grad]  # as of now
+    gradients = partial(torch.autograd.grad, result, trainable, retain_graph=True, allow_unused=True)
+    if rows.shape[0] == 1:
+        found: Sequence[Tensor | None] = [None if grad is None else grad[None] for grad in gradients(rows[0])]
+    elif cost.is_symbol(rows.shape[0]):  # is_grads_batched takes none, and vmap follows no checkpoint
+        with quiet_fallbacks():
+            found = torch.vmap(gradients)(rows)
+    else:
+        with quiet_fallbacks():
+            found = gradients(rows, is_grads_batched=True)
+    of_trainable = iter(found)
+    return [next(of_trainable) if source.requires_grad else None for source in sources]
 
 
 class Computed:

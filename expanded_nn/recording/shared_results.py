@@ -100,7 +100,7 @@ class Copies:
         copy = self.known.get(id(x))
         if copy is None or copy.form is Form.REPEATED or copy.dim:
             return False
-        return len(times) == x.dim() and bool(times[0] == len(x))
+        return len(times) == x.dim() and bool(times[0] == x.shape[0])
 
     def look_at(self, func: Any, args: Any, kwargs: Any, result: Any, *, are_samples: Callable[[Tensor], bool]) -> None:
         """Raises where an operation does something else with the copies than with one alone.

@@ -123,13 +123,13 @@ class Run:
         """Whether it is a plain tensor of B rows, one for each sample, with at least so many dimensions."""
         if not isinstance(x, Tensor) or is_own(x) or x.dim() < max(dims, 1):
             return False
-        return x.shape[0] == self.batch if self.owners is None else self.owners.have_a_row_each(x)
+        return bool(x.shape[0] == self.batch) if self.owners is None else self.owners.have_a_row_each(x)
 
     def are_shared(self, x: Tensor) -> bool:
         """Whether all samples share a tensor, such as an index, as it has not one row for each."""
         if x.dim() == 0:
             return True
-        return x.shape[0] != self.batch if self.owners is None else self.owners.are_shared(x)
+        return bool(x.shape[0] != self.batch) if self.owners is None else self.owners.are_shared(x)
 
     def is_constant(self, x: Any) -> bool:
         """Whether it is a table that all samples share: a buffer, or a view of one, in a forward that may fold them."""

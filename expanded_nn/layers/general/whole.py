@@ -128,7 +128,7 @@ def _numbers(values: tuple[Any, ...]) -> list[int]:
     """Sizes or dimensions, given one by one or as one list."""
     if len(values) == 1 and isinstance(values[0], list | tuple):
         values = tuple(values[0])
-    refuse_unless(bool(values) and all(type(number) is int for number in values))
+    refuse_unless(bool(values) and all(type(number) in (int, torch.SymInt) for number in values))
     return list(values)
 
 

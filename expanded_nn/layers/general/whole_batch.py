@@ -63,7 +63,9 @@ class WholeBatch:
     def _may_run(self) -> bool:
         """Whether the forward may run so, as far as is known without a trial."""
         call, recorder = self.call, self.module._recorder
-        if not torch.is_grad_enabled() or cost.is_symbol(call.batch) or call.batch == 0:
+        if not torch.is_grad_enabled() or call.batch == 0:
+            return False
+        if cost.is_symbol(call.batch) and (not self._knows_a_way() or self.told.leaves_something):
             return False
         if recorder is None or recorder.forward is None:  # with weights that come with a batch dimension
             return False
@@ -80,6 +82,9 @@ class WholeBatch:
         """Whether the call may go a known way, and a comparison may read values now."""
         if is_traced() or running_backward() >= 0:  # a checkpoint's forward is computed again, as it was
             return False
+        return self._knows_a_way()
+
+    def _knows_a_way(self) -> bool:
         return bool(self.told.ways.get(self.call.kind_of_ways(), NO_WAYS).known)
 
     def _hidden(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -93,8 +98,8 @@ class WholeBatch:
         ways = self.told.ways.get(kind, Ways())
         if ways.known and (result := self.by_known_way(ways)) is not NotImplemented:
             return result
-        if running_backward() >= 0:  # a checkpoint's forward is computed again, and learns nothing
-            return NotImplemented
+        if running_backward() >= 0 or cost.is_symbol(self.call.batch):
+            return NotImplemented  # a checkpoint's forward that is computed again learns nothing, nor one without sizes
         wait_for_values("a module of the general rule is tried on the whole batch first")
         ways = ways.after(*self.judged(hooks=ways.hooks)) if ways.trials_left else NO_WAYS
         result = self.by_known_way(ways) if ways.known else NotImplemented
