@@ -177,15 +177,8 @@ class ProjectionStore:
     def parts(self) -> Iterator[tuple[Tensor, Tensor]]:
         """What each process wrote: ids `(n,)`, and projections `(n, dim)`, which are mapped to memory, not read."""
         for folder in self._folders():
-            ids, dim = _ids(folder), self.projection.dim
-            path = folder / NUMBERS
-            if path.stat().st_size < 4 * len(ids) * dim:
-                raise _complaint(
-                    self.folder,
-                    f"{str(path)!r} has {path.stat().st_size} bytes",
-                    f"{4 * len(ids) * dim}, for {len(ids)} samples",
-                    "Copy the folder again, or delete this part of it.",
-                )
+            dim, path = self.projection.dim, folder / NUMBERS
+            ids = _ids_with_numbers(folder, dim)
             if len(ids):
                 size = len(ids) * dim
                 numbers = torch.from_file(str(path), shared=False, size=size, dtype=torch.float32, device="cpu")
@@ -288,7 +281,7 @@ class _Part:
                 ) from None
             except OSError:  # a file system without locks
                 pass
-        ids = _ids(folder).tolist()
+        ids = _ids_with_numbers(folder, settings["dim"]).tolist()
         self._done_ids = set(ids)
         if len(self._done_ids) < len(ids):
             raise _complaint(self.folder, "a sample is there twice", "each once", "Delete this part, which is damaged.")
@@ -364,6 +357,19 @@ def _ids(folder: Path) -> Tensor:
     data = (folder / IDS).read_bytes()
     count = len(data) // 8  # without one that was cut off
     return torch.frombuffer(bytearray(data), dtype=torch.int64, count=count) if count else _as_ids([])
+
+
+def _ids_with_numbers(folder: Path, dim: int) -> Tensor:
+    """The ids in a part of a store; raises if there are not `dim` numbers for each."""
+    ids, path = _ids(folder), folder / NUMBERS
+    if path.stat().st_size < 4 * len(ids) * dim:
+        raise _complaint(
+            folder.parent,
+            f"{str(path)!r} has {path.stat().st_size} bytes",
+            f"{4 * len(ids) * dim}, for {len(ids)} samples",
+            "Copy the folder again, or delete this part of it.",
+        )
+    return ids
 
 
 def _bytes(tensor: Tensor) -> memoryview:

@@ -2240,6 +2240,7 @@ def a_store_that_is_written_already() -> None:
 def a_store_with_a_sample_twice() -> None:
     (folder := Path(tempfile.mkdtemp(), "rank-0")).mkdir()
     (folder / "ids.int64").write_bytes(bytes(16))
+    (folder / "projections.float32").write_bytes(bytes(24))
     enn.ProjectionStore(folder.parent, enn.Projection(3), nn.Linear(2, 1))
 
 
@@ -2328,6 +2329,16 @@ def a_damaged_store() -> None:
     path = store.folder / "rank-0/projections.float32"
     path.write_bytes(path.read_bytes()[:-1])
     store.read([0])
+
+
+@refused(r"has 23 bytes; wanted 24, for 2 samples\. Copy the folder again, or delete this part of it")
+def a_damaged_store_that_is_written_on() -> None:
+    store, _ = store_of_two()
+    folder, model = store.folder, store._model
+    del store  # and with it the lock
+    path = folder / "rank-0/projections.float32"
+    path.write_bytes(path.read_bytes()[:-1])
+    enn.ProjectionStore(folder, enn.Projection(3), model)
 
 
 @refused(r"2 samples are not done: \[2, 7\]; wanted all of them\. Run the script to the end")

@@ -81,28 +81,38 @@ class Store:
         parameter = leaf.parameter()
         if parameter is None:
             return
-        parts = [pass_rows.get(leaf) for pass_rows in self.held.values()]
+        passes = self._passes_of(leaf)
+        parts = [self.held[pass_].get(leaf) for pass_ in passes]
         if len(parts) == 1 and parts[0] is not None:  # as in most steps
             rows = materialized(parts[0], leaf.memory) if self.materialize else parts[0]
-            leaf.publish(rows, self.held)
+            leaf.publish(rows, passes)
             return
         if all(part is None for part in parts):
             leaf.publish(None)
             return
         is_factored = not self.materialize and any(isinstance(part, FactoredTensor) for part in parts)
-        pairs = zip(self.held, parts, strict=True)
+        pairs = zip(passes, parts, strict=True)
         full = [_zeros(pass_.batch, parameter, is_factored) if part is None else part for pass_, part in pairs]
         if is_factored:
-            leaf.publish(joined(full), self.held)
+            leaf.publish(joined(full), passes)
         else:
-            self._publish_dense(leaf, parameter, full, anew=anew)
+            self._publish_dense(leaf, parameter, passes, full, anew=anew)
 
-    def _publish_dense(self, leaf: Leaf, parameter: Tensor, parts: list[Tensor], *, anew: bool) -> None:
+    def _passes_of(self, leaf: Leaf) -> tuple[Pass, ...]:
+        """The passes that a parameter shows rows of, be they zero: of the model's own not those of guests alone."""
+        passes = tuple(self.held)
+        if len(passes) == 1 or not leaf.is_member:
+            return passes
+        return tuple(pass_ for pass_ in passes if any(each.is_member for each in self.held[pass_]))
+
+    def _publish_dense(
+        self, leaf: Leaf, parameter: Tensor, passes: tuple[Pass, ...], parts: list[Tensor], *, anew: bool
+    ) -> None:
         """Publishes dense rows of several passes: behind those published already, in memory with room for more.
 
         Writing behind the published rows is safe, as nobody else has written there.
         """
-        passes, published = tuple(self.held), leaf.published
+        published = leaf.published
         batches = [pass_.batch for pass_ in passes]
         if is_traced() or any(part.requires_grad for part in parts):
             leaf.publish(torch.cat(parts), passes)
@@ -146,9 +156,8 @@ class Store:
 
     def complete(self, leaves: Iterable[Leaf]) -> None:
         """Gives parameters zero rows in passes without rows of theirs, and no more of those in passes that are gone."""
-        passes = tuple(self.held)
         for leaf in leaves:
-            if leaf.published.rows is not None and leaf.published.passes != passes:
+            if leaf.published.rows is not None and leaf.published.passes != self._passes_of(leaf):
                 self.publish(leaf)
 
     def begin(self) -> None:

@@ -383,6 +383,19 @@ def test_functional_calls_with_fresh_leaves_know_nothing_of_each_other() -> None
         assert_close_rows({n: p.grad_sample for n, p in given.items()}, loop(net(), batch(samples, seed), samples))
 
 
+def test_rows_of_leaves_that_the_user_keeps_are_none_of_the_model() -> None:
+    """The model's own parameters took no part in the calls with other leaves."""
+    model, kept = on(net()), []
+    for seed, samples in enumerate((3, 2, 4)):
+        given = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+        kept.append(given)
+        sample_losses(torch.func.functional_call(model, given, batch(samples, seed).args)).sum().backward()
+        model.zero_grad()
+        total_loss(model, batch(samples, seed)).backward()
+        assert_close_rows(rows_of(model), loop(net(), batch(samples, seed), samples))
+        assert len(enn.clip_grad_sample_norms_(model, 1.0)) == samples
+
+
 @families("mlp", "cnn", "embedding", "lstm", "transformer", "general_with_layers", "parametrized")
 def test_dropping_the_model_frees_it(family: Family) -> None:
     """Without the collector, where that holds of the plain model; its rows, its input and its activations too."""
