@@ -49,7 +49,7 @@ from expanded_nn.rows.arguments import (
     refuse_strange_factors,
     refuse_strange_mask,
 )
-from expanded_nn.rows.factors import average, widened
+from expanded_nn.rows.factors import average, in_one_dtype, widened
 
 
 class PerSampleGrads(Mapping[str, Tensor]):
@@ -228,7 +228,8 @@ class PerSampleGrads(Mapping[str, Tensor]):
                 return self._gram_by_position(other)
             own_rows = self._real()
             other_rows = own_rows if other is self else other._as_queries(own_rows)
-            return added(widened(rows).gram(widened(other_rows[name])) for name, rows in own_rows.items())
+            pairs = (in_one_dtype(rows, other_rows[name]) for name, rows in own_rows.items())
+            return added(rows.gram(others) for rows, others in pairs)
 
     def _as_queries(self, rows: Mapping[str, FactoredTensor]) -> dict[str, FactoredTensor]:
         """The rows as real numbers; dense, and kept so, where their inner products with `rows` take dense ones."""
@@ -314,8 +315,8 @@ class PerSampleGrads(Mapping[str, Tensor]):
                 "PerSampleGrads.kronecker",
                 f"the rows of {first_few(lacking)} are dense, complex, or of several kinds (an embedding shares them)",
                 "the factors of linear layers and convolutions",
-                "Switch on per_sample(keep_factors=True), and take the factors before the rows are used; leave out "
-                "what is neither: PerSampleGrads({name: grads[name] for name in names}).",
+                "Factors are there after a backward without create_graph, with per_sample(keep_factors=True), until "
+                "the rows are used. Leave out what has none: PerSampleGrads({name: grads[name] for name in names}).",
             )
         refuse_no_factors("kronecker", "total", {} if total is None else total, eigen=False)
         if mask is not None:

@@ -145,8 +145,9 @@ class ProjectionStore:
 
         Raises:
             PerSampleError: If the store is only read, if `grads` has parameters or shapes that the model had not, or
-                not one row for each id, if the model's weights have changed since the store was opened, if a sample
-                is done already, or if the disk is full. Then nothing was added, and what was there is kept.
+                not one row for each id, if the model's weights have changed since the store was opened or parameters
+                were frozen, if a sample is done already, or if the disk is full. Then nothing was added, and what was
+                there is kept.
         """
         if self._part is None or self._model is None:
             raise _complaint(
@@ -158,7 +159,7 @@ class ProjectionStore:
         refuse_no_rows("ProjectionStore.add", "grads", grads)
         shapes = {name: list(rows.shape[1:]) for name, rows in grads.items()}
         settings = self._part.settings
-        self._refuse_other_settings(settings, settings | {"parameters": settings["parameters"] | shapes})
+        self._refuse_other_settings(settings, settings | {"parameters": _trainable(self._model) | shapes})
         traits = _traits(self._model)
         if traits != self._traits:  # a training's step, or the same checkpoint loaded again
             self._refuse_other_settings(settings, settings | {"weights": _digest(self._model)})
@@ -397,8 +398,12 @@ def _map_settings(projection: Projection) -> dict[str, Any]:
 
 
 def _model_settings(model: nn.Module) -> dict[str, Any]:
-    shapes = {name: list(p.shape) for name, p in model.named_parameters() if p.requires_grad}
-    return {"parameters": shapes, "weights": _digest(model)}
+    return {"parameters": _trainable(model), "weights": _digest(model)}
+
+
+def _trainable(model: nn.Module) -> dict[str, list[int]]:
+    """The names and shapes of the parameters whose rows are projected."""
+    return {name: list(p.shape) for name, p in model.named_parameters() if p.requires_grad}
 
 
 def _digest(model: nn.Module) -> str:

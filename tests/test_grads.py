@@ -1228,3 +1228,17 @@ def test_some_of_several_passes_keep_their_factors() -> None:
         backward(model, torch.randn(samples, 40))
     grads = enn.per_sample_grads(model)
     assert grads.rows(slice(0, 4)).kronecker()["weight"].count == 4
+
+
+def test_inner_products_of_rows_in_two_dtypes() -> None:
+    def rows_in(dtype: torch.dtype) -> enn.PerSampleGrads:
+        torch.manual_seed(0)
+        model, x = enn.convert(nn.Linear(30, 20).to(dtype)).per_sample(), torch.randn(4, 5, 30, dtype=dtype)
+        model(x).sum((1, 2)).mean().backward()
+        return enn.per_sample_grads(model)
+
+    one, other = rows_in(torch.float32), rows_in(torch.float64)
+    wide = one.flatten().double()
+    for product, wanted in ((one.gram(other), wide @ other.flatten().T), (other.gram(one), other.flatten() @ wide.T)):
+        assert product.dtype == torch.float64
+        torch.testing.assert_close(product, wanted, rtol=1e-5, atol=1e-4)

@@ -284,6 +284,16 @@ def test_another_projection(tmp_path: Path, projection: enn.Projection, words: s
     assert contents(tmp_path) == before
 
 
+def test_a_parameter_that_is_frozen_while_the_store_is_open(tmp_path: Path) -> None:
+    model, x = mlp(), inputs()
+    store = enn.ProjectionStore(tmp_path, enn.Projection(DIM, seed=3), model)
+    store.add(range(4), grads_of(model, x[:4]))
+    model[0].requires_grad_(False)
+    with pytest.raises(enn.PerSampleError, match=r"0\.weight"):
+        store.add(range(4, 8), grads_of(model, x[4:8]))
+    assert len(store) == 4
+
+
 def test_another_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     filled(tmp_path)
     before = contents(tmp_path)

@@ -233,9 +233,18 @@ def _sparse(term: Term) -> Tensor:
 
 def widened(rows: R) -> R:
     """The rows in float32, where they are of lower precision."""
-    if rows.dtype not in (torch.float16, torch.bfloat16):
-        return rows
-    return rows._like(rows._remade(lambda term: term.to(torch.float32)), rows.shape, torch.float32)
+    return _in_dtype(rows, torch.float32) if rows.dtype in (torch.float16, torch.bfloat16) else rows
+
+
+def in_one_dtype(first: R, second: R) -> tuple[R, R]:
+    """Rows of two parameters in the wider dtype of the two, which is float32 or wider."""
+    first, second = widened(first), widened(second)
+    dtype = torch.promote_types(first.dtype, second.dtype)
+    return _in_dtype(first, dtype), _in_dtype(second, dtype)
+
+
+def _in_dtype(rows: R, dtype: torch.dtype) -> R:
+    return rows if rows.dtype == dtype else rows._like(rows._remade(lambda term: term.to(dtype)), rows.shape, dtype)
 
 
 def average(rows: Rows) -> Tensor:
