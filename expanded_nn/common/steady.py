@@ -34,8 +34,8 @@ from expanded_nn.common.outside import NOTHING, Outside, is_users_object, put_ba
 from expanded_nn.common.shared import is_parameter
 
 # The attributes that the library sets on modules: by `per_sample`, by the general rule, by what layers have seen of
-# inputs. All others are the user's, and what a forward that starts over has changed in them is put back; so is an
-# Embedding's `_takes_labels`, which is not among these. What is named in `OURS` is never put back.
+# inputs. A forward that starts over puts back all attributes but those in `OURS`; an Embedding's `_takes_labels` is put
+# back as well, so it is not among these.
 OWN_STATE = ("_recorder", "_settings", "_trials", "_ranks", "_learned", "_layout_is_clear", "_past_comparisons")
 OURS = {"_parameters", "_modules", "_flat_weights", "_flat_weight_refs", *OWN_STATE}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")

@@ -76,7 +76,8 @@ def part_taken(node: Any, number: int) -> tuple[int, ...] | int:
     return saved_number(node._saved_index) if operation == "Select" else number  # of Unbind
 
 
-PARTS = {"Slice", "Select", "Unbind", "Split", "SplitWithSizes"}  # the operations that take one
+# the operations that take a part of a tensor, see `part_taken`
+PARTS = {"Slice", "Select", "Unbind", "Split", "SplitWithSizes"}
 
 
 def turned_dims(node: Any, rank: int) -> list[int] | None:

@@ -215,7 +215,7 @@ class Trial:
             if dims is None or mapped.is_filled_up or is_certain or self._mixes(dims, repeats=repeats):
                 self.module._told.distrust(self.mapper.call)
                 reduces = dims is None and [MEAN, SUM] in mapped.possible_dims
-                error = self._refuse_reduced() if reduces else self._refusal(what)
+                error = self._refusal_of_reduced() if reduces else self._refusal(what)
                 call = self.mapper.call
                 if not any(
                     dim in (None, FOLDED) and isinstance(x, Tensor)
@@ -236,7 +236,7 @@ class Trial:
             refused_by=self.module,  # around it, B rows by chance may be a dimension that all share
         )
 
-    def _refuse_reduced(self) -> PerSampleError:
+    def _refusal_of_reduced(self) -> PerSampleError:
         return refusal(
             self.module,
             "its forward returns a number that is neither the mean nor the sum of what it returns for single samples, "
