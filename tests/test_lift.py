@@ -106,6 +106,21 @@ def assert_right_rows(module: nn.Module, call: Call, samples: int) -> nn.Module:
     return model
 
 
+@pytest.mark.parametrize("samples", [1, B, T])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_a_mask_with_a_gradient(batch_first: bool, samples: int) -> None:
+    """Torch's fused kernels refuse it; plain torch sees that it requires one, and takes others."""
+    distances = values(T, T, seed=2)
+
+    def masked(m: Any, x: Tensor) -> Tensor:
+        x = x if batch_first else x.transpose(0, 1)
+        y = m.attention(x, x, x, attn_mask=m.scale * distances, need_weights=False)[0]
+        return y if batch_first else y.transpose(0, 1)
+
+    layer = nn.MultiheadAttention(4, 2, batch_first=batch_first)
+    assert_right(Own(masked, attention=layer), features(T, 4)(samples), samples)
+
+
 @dataclass
 class Output:
     y: Tensor

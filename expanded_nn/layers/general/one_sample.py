@@ -86,11 +86,13 @@ class OneSample(TorchFunctionMode):
             return _embedding(*args, **kwargs)
         if func is F.embedding_bag and ((len(args) > 2 and args[2] is not None) or kwargs.get("offsets") is not None):
             self._refuse_offsets()
-        if func is F.scaled_dot_product_attention:
+        if func in _ATTENTIONS:
             has_mask = any(map(_is_floating_mask, (*args[3:4], kwargs.get("attn_mask"))))
             # the fused kernels refuse a mask that may need gradient
             with sdpa_kernel(SDPBackend.MATH) if has_mask else nullcontext():
-                return _as_under_autocast(func, args, kwargs)
+                if func in _OF_AUTOCAST:
+                    return _as_under_autocast(func, args, kwargs)
+                return func(*args, **kwargs)
         if func in _OF_AUTOCAST:
             return _as_under_autocast(func, args, kwargs)
         if is_in_place(func) and not is_of_one_sample(args[0]):
@@ -263,7 +265,8 @@ _MAKES.update(functions("new_zeros", "new_ones", "new_full", "new_empty"))
 _DERIVATIVES = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
 _ASKS = set(attributes("requires_grad"))
 _REQUIRES = {*_ASKS, Tensor.requires_grad_, Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
-_CORRECTED = {Tensor.register_hook, Tensor.view, F.embedding, F.embedding_bag, F.linear, F.scaled_dot_product_attention}
+_ATTENTIONS = {F.scaled_dot_product_attention, F.multi_head_attention_forward}
+_CORRECTED = {Tensor.register_hook, Tensor.view, F.embedding, F.embedding_bag, F.linear, *_ATTENTIONS}
 _STRIDED = [*functions("as_strided", "as_strided_copy"), torch.ops.aten.as_strided, torch.ops.aten.as_strided.default]
 _KEEP_DTYPE = functions("layer_norm", "group_norm")  # of whose parts the batching rules promote
 # what autocast computes in its dtype, in float32 on a CPU, and as it is; the others it sees under a `vmap`, too
