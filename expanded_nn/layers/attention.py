@@ -162,7 +162,8 @@ class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
                 self.qualified_name,
                 f"out_proj is a plain {type(self.out_proj).__name__}",
                 "its expanded twin",
-                "Convert the model: convert(model, inplace=True).",
+                "Convert the model: convert(model, inplace=True). If a forward puts it there at each call, as that of "
+                "peft's LoRA for this class does, adapt other layers.",
             )
         out = self.out_proj
         return linear(heads, out.expanded("weight"), out.expanded("bias"))
