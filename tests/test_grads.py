@@ -837,6 +837,24 @@ def test_ekfac_is_that_of_dense_algebra(make: str, passes: int) -> None:
         torch.testing.assert_close(actual[name].dense(), expected.view_as(rows), rtol=1e-8, atol=1e-11)
 
 
+@pytest.mark.parametrize("sizes", [(0, 4), (4, 0), (0, 4, 0)])
+def test_ekfac_of_empty_batches(sizes: tuple[int, ...]) -> None:
+    """As Poisson sampling draws them."""
+    model, x = enn.convert(nn.Linear(3, 2)).per_sample(keep_factors=True), torch.randn(4, 3)
+
+    def rows(size: int) -> enn.PerSampleGrads:
+        model.zero_grad()
+        model(x[:size]).square().sum(1).mean().backward()
+        return enn.per_sample_grads(model)
+
+    factors = rows(4).kronecker()
+    expected, found = rows(4).ekfac(factors)["weight"], factors
+    for size in sizes:
+        found = rows(size).ekfac(found)
+    torch.testing.assert_close(found["weight"].scale, expected.scale)
+    assert found["weight"].count == expected.count == 4
+
+
 def test_ekfac_is_nearer_to_the_second_moment_than_kfac() -> None:
     model = enn.convert(nn.Linear(4, 3)).per_sample()
     backward(model, torch.randn(50, 4) * torch.tensor([3.0, 1, 1, 0.1]))

@@ -98,7 +98,8 @@ def refuse_strange_factors(
     """Raises if there are factors of a parameter without rows, of no samples, or of other sizes."""
     refuse_no_factors(method, "factors", factors, eigen=True)
     for name, second_moment in factors.items():
-        if name not in rows or _is_empty(second_moment.count):
+        may_be_empty = method == "ekfac" and isinstance(second_moment, EigenFactors)  # so far
+        if name not in rows or (not may_be_empty and _is_empty(second_moment.count)):
             raise complaint(
                 f"PerSampleGrads.{method}",
                 f"factors for {name!r} with count {second_moment.count}"
