@@ -1,8 +1,8 @@
 """Attributes that have other values for a while, and warnings that are not shown."""
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from threading import Lock
 from typing import Any
 
@@ -30,35 +30,32 @@ def meanwhile(*objects: Any, **attributes: Any) -> Iterator[None]:
                 setattr(holder, name, value)
 
 
-class _Quiet:
-    """The warning filters of the process, which all threads share: the last one that leaves puts them back."""
+class OfAllThreads:
+    """A context that changes what all threads share: entered by the first that comes, left by the last that goes."""
 
-    def __init__(self) -> None:
-        self.lock, self.inside, self.before = Lock(), 0, warnings.catch_warnings()
+    def __init__(self, context: Callable[[], AbstractContextManager[Any]]) -> None:
+        self.context, self.lock, self.inside, self.entered = context, Lock(), 0, context()
 
-    def enter(self, message: str) -> None:
+    def __enter__(self) -> None:
         with self.lock:
             if not self.inside:
-                self.before = warnings.catch_warnings()
-                self.before.__enter__()
+                self.entered = self.context()
+                self.entered.__enter__()
             self.inside += 1
-            warnings.filterwarnings("ignore", message=message)
 
-    def leave(self) -> None:
+    def __exit__(self, *error: object) -> None:
         with self.lock:
             self.inside -= 1
             if not self.inside:
-                self.before.__exit__(None, None, None)
+                self.entered.__exit__(None, None, None)
 
 
-_QUIET = _Quiet()
+_FILTERS = OfAllThreads(warnings.catch_warnings)
 
 
 @contextmanager
 def quiet(message: str = "") -> Iterator[None]:
     """Without the warnings that begin so, or without any."""
-    _QUIET.enter(message)
-    try:
+    with _FILTERS:
+        warnings.filterwarnings("ignore", message=message)
         yield
-    finally:
-        _QUIET.leave()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from threading import Lock
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 from expanded_nn._errors import PerSampleError, complaint
+from expanded_nn.common.meanwhile import OfAllThreads
 
 no_torch_function = torch._C.DisableTorchFunctionSubclass  # an attribute of a factored tensor costs a call without it
 unseen = torch._C.DisableTorchFunction  # hides operations from modes, and from classes of tensors
@@ -232,27 +232,15 @@ def refuse_lost_graph(tensor: Tensor) -> None:
         )
 
 
-class _WithoutFusedInference:
-    """Without torch's fused attention in inference, whose results depend on the longest sample.
-
-    Torch has one switch for all threads: the last one that leaves puts it back.
-    """
-
-    def __init__(self) -> None:
-        self.lock, self.inside, self.was_on = Lock(), 0, True
-
-    def __enter__(self) -> None:
-        with self.lock:
-            if not self.inside:
-                self.was_on = torch.backends.mha.get_fastpath_enabled()
-                torch.backends.mha.set_fastpath_enabled(False)
-            self.inside += 1
-
-    def __exit__(self, *error: object) -> None:
-        with self.lock:
-            self.inside -= 1
-            if not self.inside:
-                torch.backends.mha.set_fastpath_enabled(self.was_on)
+@contextmanager
+def _without_fused_inference() -> Iterator[None]:
+    is_enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(is_enabled)
 
 
-without_fused_inference = _WithoutFusedInference()
+# without torch's fused attention in inference, whose results depend on the longest sample
+without_fused_inference = OfAllThreads(_without_fused_inference)
