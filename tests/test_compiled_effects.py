@@ -580,8 +580,9 @@ def test_a_model_that_is_gone_is_let_go_of(given: str) -> None:
                 loss, compiled = holder.method(x, y), Holder.method
             torch.testing.assert_close(loss, trained(copy.deepcopy(holder.model), x, y))
         assert len(graphs(compiled)) == 1, fold
-        gc.collect()
-        alive.append(sum(model() is not None for model in held))
+        if fold % 9 == 8:  # a collection takes half a second among the objects of all tests
+            gc.collect()
+            alive.append(sum(model() is not None for model in held))
     assert max(alive) <= 2, alive
 
 

@@ -339,6 +339,7 @@ def functional(model: nn.Module, x: Tensor) -> None:
     torch.func.functional_call(model, given, (x,)).square().sum().backward()
 
 
+@pytest.mark.usefixtures("small_heap")
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True:UserWarning")
 @pytest.mark.parametrize(
     ("step", "settings"),
@@ -365,6 +366,7 @@ def test_steps_do_not_grow(step: Callable[..., None], settings: dict[str, Any]) 
     assert size < 16 * 2**20
 
 
+@pytest.mark.usefixtures("small_heap")
 def test_hundreds_of_steps_do_not_grow() -> None:
     """Rows of 2 MB a step, dense: a leak of one in a hundred would show."""
     model = enn.convert(nn.Sequential(nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 4))).per_sample(materialize=True)
@@ -396,6 +398,7 @@ def test_rows_of_leaves_that_the_user_keeps_are_none_of_the_model() -> None:
         assert len(enn.clip_grad_sample_norms_(model, 1.0)) == samples
 
 
+@pytest.mark.usefixtures("small_heap")
 @families("mlp", "cnn", "embedding", "lstm", "transformer", "general_with_layers", "parametrized")
 def test_dropping_the_model_frees_it(family: Family) -> None:
     """Without the collector, where that holds of the plain model; its rows, its input and its activations too."""

@@ -1928,6 +1928,7 @@ def objects_of_passes() -> int:
     return sum(type(item).__name__ == "Pass" for item in gc.get_objects())
 
 
+@pytest.mark.usefixtures("small_heap")
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_abandoned_passes_are_let_go(reentrant: bool, inside: bool) -> None:
@@ -1944,6 +1945,7 @@ class Wrapped(Words):
         return SimpleNamespace(output=SimpleNamespace(logits=super().forward(ids)))
 
 
+@pytest.mark.usefixtures("small_heap")
 @pytest.mark.parametrize("inside", [True, False])
 def test_checkpoint_whose_result_is_in_an_object(inside: bool) -> None:
     """Batches for which no backward was run are no candidates, and are let go."""
