@@ -126,7 +126,7 @@ def set_rows(
         store.held[pass_] = pass_rows
     recorder.passes.last = None
     recorder.expanded.clear()
-    for leaf in recorder.leaves:
-        if not appends:
+    if not appends:
+        for leaf in recorder.leaves:
             leaf.published = NO_ROWS
-        store.publish(leaf)
+    store.publish_all(recorder.leaves)

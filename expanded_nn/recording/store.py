@@ -76,6 +76,21 @@ class Store:
         self._take_over_edits(leaf)
         self._publish(leaf)
 
+    def publish_all(self, leaves: Iterable[Leaf]) -> None:
+        """`publish` for each of the leaves; at little cost where there is one pass, as after most compiled steps."""
+        passes = tuple(self.held)
+        if len(passes) > 1:
+            for leaf in leaves:
+                self.publish(leaf)
+            return
+        pass_rows = self.held[passes[0]] if passes else {}
+        for leaf in leaves:
+            rows = pass_rows.get(leaf)
+            if rows is None:
+                leaf.publish(None)
+            else:
+                leaf.publish(materialized(rows, leaf.memory) if self.materialize else rows, passes)
+
     def _publish(self, leaf: Leaf, *, anew: bool = False) -> None:
         """`publish`; `anew` where the rows of a pass that is shown already are others now."""
         parameter = leaf.parameter()
