@@ -206,6 +206,67 @@ def test_a_compiled_function_around_the_model() -> None:
     assert counter.graphs
 
 
+def gated(x: Tensor, gate: Tensor) -> Tensor:
+    return (x * gate).tanh()
+
+
+def mapped(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.linear(x, weight).relu() + bias
+
+
+class Helped(nn.Module):
+    """Calls two functions, one after the other, with parameters of its own or with tensors."""
+
+    def __init__(self, own: bool, *helpers: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.helpers = nn.Linear(4, 4), nn.Linear(3, 2), helpers
+        for name, shape in {"gate": (4,), "weight": (3, 4), "bias": (3,)}.items():
+            values = torch.randn(shape)
+            setattr(self, name, nn.Parameter(values)) if own else self.register_buffer(name, values)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, linear = self.helpers
+        return self.last(linear(gate(self.first(x), self.gate), self.weight, self.bias))
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_compiled_functions_within_a_forward_run_as_they_are_written(own: bool) -> None:
+    """Compiled under the modes of a forward they gave wrong results at first, and were compiled anew at each call."""
+    counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
+    models = []
+    for helpers in ((gated, mapped), [torch.compile(function, backend=counter) for function in (gated, mapped)]):
+        torch.manual_seed(0)
+        models.append(enn.convert(Helped(own, *helpers)).per_sample())
+    eager, inside = models
+    for size in (5, 5, 1, 7):
+        x = torch.randn(size, 4)
+        step(eager, eager, x)
+        step(inside, inside, x)
+        assert_same(inside, eager)
+    assert enn.check(inside, x).ok
+    a_step = enn.compile(lambda x: step(inside, inside, x), backend="eager")
+    for size in (5, 5, 5):
+        x = torch.randn(size, 4)
+        step(eager, eager, x)
+        a_step(x)
+        assert_same(inside, eager)
+    assert [len(family.graphs) for family in a_step._graphs.families.values()] == [1]
+    assert not counter.graphs
+    torch.testing.assert_close(inside.per_sample(False)(x), eager(x))
+    assert counter.graphs  # with the mode off they are compiled
+
+
+def test_functions_are_compiled_again_after_forwards_within_each_other_and_ones_that_fail() -> None:
+    inside, other = (enn.convert(Helped(False, gated, mapped)).per_sample() for _ in range(2))
+    inside.first.register_forward_hook(lambda *_: print(other(torch.ones(2, 4))))
+    inside(torch.ones(2, 4))
+    with pytest.raises(RuntimeError):
+        inside(torch.ones(2, 3))
+    counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
+    torch.compile(gated, backend=counter)(torch.ones(4), torch.ones(4))
+    assert counter.graphs
+
+
 def test_second_derivatives() -> None:
     model, x = made("mlp")
     eager, inside = enn.convert(model).per_sample(), enn.convert(model).per_sample()

@@ -424,6 +424,24 @@ def test_shared_tables(sizes: tuple[int, ...]) -> None:
     law(lambda: nn.Sequential(Placed(), nn.Linear(8, 8)), clipped, batches, least=2)
 
 
+class ByPositions(nn.Module):
+    """Looks positions up by `arange(T)`, which a batch of T samples takes for the samples'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(7, 4), nn.Embedding(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.words(x) + self.places(torch.arange(x.shape[1]))
+
+
+@pytest.mark.filterwarnings("ignore:.*runs sample by sample from now on:expanded_nn.PerSampleWarning")
+@pytest.mark.parametrize("sizes", [(5, 5, 6, 6, 6), (5, 6, 6, 6), (5, 5, 5, 5, 6, 5, 6)])
+def test_a_size_at_which_a_layer_refuses_its_input_runs_eagerly_first(sizes: tuple[int, ...]) -> None:
+    """Eagerly the forward starts over there, which no trace can."""
+    law(ByPositions, clipped, [(torch.randint(7, (size, 6)),) for size in sizes])
+
+
 @pytest.mark.parametrize("has_parameters", [True, False])
 def test_a_module_that_is_first_called_in_the_trace(has_parameters: bool, tmp_path: Path) -> None:
     """As a file is there, which no key holds; the module takes part from then on: what is set on it is seen."""

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from expanded_nn._errors import PerSampleError, PerSampleWarning, complaint, named
 from expanded_nn.checking.loop import Loop, listed
@@ -20,6 +19,7 @@ from expanded_nn.checking.samples import GivenLosses, Layout, difference, first_
 from expanded_nn.checking.trace import ErrorCollector, Shapes, Trace
 from expanded_nn.common.batch import may_have_derivatives
 from expanded_nn.common.meanwhile import meanwhile
+from expanded_nn.common.modes import FunctionMode
 from expanded_nn.layers.norm import standardized
 from expanded_nn.recording.graph import leaves_behind
 from expanded_nn.recording.recorder import Recorder, Settings, recorder_of
@@ -454,7 +454,7 @@ class StepCheck(Check):
         return "Return the losses, (B,), from the function: then the report says where samples are mixed. " + _REPORT
 
 
-class PlainNorms(TorchFunctionMode):
+class PlainNorms(FunctionMode):
     """LayerNorm, and BatchNorm in eval mode, in plain operations, whose derivatives are right."""
 
     has_met = False  # whether there was any

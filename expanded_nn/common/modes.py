@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -17,7 +18,7 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 from expanded_nn._errors import PerSampleError, complaint
-from expanded_nn.common.meanwhile import OfAllThreads
+from expanded_nn.common.meanwhile import OfAllThreads, meanwhile
 
 no_torch_function = torch._C.DisableTorchFunctionSubclass  # an attribute of a factored tensor costs a call without it
 unseen = torch._C.DisableTorchFunction  # hides operations from modes, and from classes of tensors
@@ -244,3 +245,33 @@ def _without_fused_inference() -> Iterator[None]:
 
 # without torch's fused attention in inference, whose results depend on the longest sample
 without_fused_inference = OfAllThreads(_without_fused_inference)
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    eval_frame: Any = sys.modules.get("torch._dynamo.eval_frame")
+    if eval_frame is None:  # nothing is compiled yet, and importing it takes seconds
+        yield
+        return
+    # `torch.compiler.set_stance`, which refuses to be called while a compiled function runs
+    with meanwhile(eval_frame, _stance=eval_frame.DynamoStance("force_eager")):
+        yield
+
+
+_UNCOMPILED = OfAllThreads(_uncompiled)
+
+
+class FunctionMode(TorchFunctionMode):
+    """A mode that hears of torch's functions; what `torch.compile` has made runs as it was written meanwhile.
+
+    Compiled under a mode, functions are compiled anew for each one, and some gave wrong results (in torch 2.13 two in a
+    row under three modes).
+    """
+
+    def __enter__(self) -> Any:
+        _UNCOMPILED.__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        _UNCOMPILED.__exit__()

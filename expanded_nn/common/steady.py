@@ -23,13 +23,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from expanded_nn._errors import is_ours
 from expanded_nn.common.batch import contents, marked_like
 from expanded_nn.common.functions import is_in_place
-from expanded_nn.common.modes import is_batched, unseen, version_of
+from expanded_nn.common.modes import FunctionMode, is_batched, unseen, version_of
 from expanded_nn.common.outside import NOTHING, Outside, is_users_object, put_back
 from expanded_nn.common.shared import is_parameter
 
@@ -207,7 +206,7 @@ class Attributes:
         return True
 
 
-class _Updates(TorchFunctionMode):
+class _Updates(FunctionMode):
     """Changes of tensors in place, as of weights that follow another network's; to be taken back."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -397,7 +396,7 @@ def _copied(value: Any) -> Any:
     return value
 
 
-class WithoutDropout(TorchFunctionMode):
+class WithoutDropout(FunctionMode):
     """Turns dropout off, as its masks differ for a sample alone and in a batch."""
 
     met = False  # whether there was any

@@ -134,6 +134,8 @@ def trace(
         meanwhile(*leaves, grad=None),
         _restored(saved, leaves),
         _with_modes_left(),
+        # what `torch.compile` has made is traced as it is written
+        import_module("torch._dynamo").config.patch(error_on_nested_fx_trace=False),
         *texts(body.readings),
         sizes.mode,
         enable_python_dispatcher(),
@@ -317,8 +319,13 @@ def _graph_of(
                 stack.enter_context(context)
             # "real" mode, as the inputs are without values already; what it sets in context variables is dropped
             return copy_context().run(make_fx(body, _allow_non_fake_inputs=True), *inputs)
-    except (PerSampleError, FirstEager, LookFirst, OnlyEager):
+    except (FirstEager, LookFirst, OnlyEager):
         raise
+    except PerSampleError as error:
+        if error.refused_by is None:
+            raise
+        # eagerly the forward starts over, with a module around that layer sample by sample
+        raise TraceError(f"its trace raises {first_line(error)}") from error
     except Exception as error:
         if not reads_values(error):  # the eager step raises it again, if it is the step's own
             raise TraceError(f"its trace raises {first_line(error)}") from error

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_innermost_proxy_mode, get_proxy_slot
-from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -22,7 +21,7 @@ from torch.utils.weak import TensorWeakRef
 from expanded_nn._errors import LIBRARIES, PerSampleError, complaint
 from expanded_nn.common.functions import SIZES
 from expanded_nn.common.meanwhile import meanwhile
-from expanded_nn.common.modes import has_no_values, running_backward
+from expanded_nn.common.modes import FunctionMode, has_no_values, running_backward
 from expanded_nn.common.traced import OnlyEager, assume, is_traced, note_zeroed
 from expanded_nn.factored import FactoredTensor, is_hidden
 from expanded_nn.recording.callers import is_called_by_libraries, line_of_user, text_of
@@ -152,7 +151,7 @@ def _is_of_rows(holder: object) -> bool:
     return isinstance(holder, Published)
 
 
-class Readings(TorchFunctionMode):
+class Readings(FunctionMode):
     """Refuses to print a tensor, which a graph would not do, and to read one with values, which would stay the same.
 
     Attributes:

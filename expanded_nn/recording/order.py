@@ -18,13 +18,13 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.overrides import _pop_mode, _push_mode
 
 from expanded_nn._errors import complaint
 from expanded_nn.common.batch import NUMBERS, data_in, may_have_derivatives
 from expanded_nn.common.bytecode import constant_index
 from expanded_nn.common.functions import SIZES, attributes, functions
-from expanded_nn.common.modes import WithoutSelection, function_modes, has_no_values, is_selective, unseen
+from expanded_nn.common.modes import FunctionMode, WithoutSelection, function_modes, has_no_values, is_selective, unseen
 from expanded_nn.common.traced import is_traced
 from expanded_nn.core.cost import is_symbol
 from expanded_nn.recording import callers, constants, places
@@ -36,7 +36,7 @@ from expanded_nn.recording.settings import RecorderLike
 from expanded_nn.recording.shared_results import Copies, Form, repeat_over_samples
 
 
-class BetweenLayers(TorchFunctionMode):
+class BetweenLayers(FunctionMode):
     """Looks at operations between layers: it is off within one."""
 
     def is_on(self) -> bool:
@@ -44,7 +44,7 @@ class BetweenLayers(TorchFunctionMode):
         return any(mode is self for mode in function_modes())
 
 
-class Order(TorchFunctionMode):
+class Order(FunctionMode):
     """Sees the operations between layers, and raises where samples would mix or change places.
 
     Invariant: it is on within a forward of the recorder's only.

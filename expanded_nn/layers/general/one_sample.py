@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 from torch.utils import swap_tensors
 from torch.utils._pytree import tree_leaves, tree_map
 
 from expanded_nn.common.functions import attributes, functions, is_in_place
 from expanded_nn.common.modes import (
+    FunctionMode,
     autocast_dtype,
     checkpoint_hooks,
     is_autocast,
@@ -35,7 +35,7 @@ from expanded_nn.modules.layout import refusal
 from expanded_nn.recording.lift import OfAllSamples
 
 
-class OneSample(TorchFunctionMode):
+class OneSample(FunctionMode):
     """Corrects operations whose gradient is wrong under `vmap`, and names shared tensors that the forward changes.
 
     What the forward makes to write into, as by `torch.zeros`, is each sample's own from then on.

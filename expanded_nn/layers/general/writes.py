@@ -6,14 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-from expanded_nn.common.modes import unseen
+from expanded_nn.common.modes import FunctionMode, unseen
 from expanded_nn.layers.general.owners import Owners
 from expanded_nn.layers.general.samples import Samples, constant, together
 
 
-class Writes(TorchFunctionMode):
+class Writes(FunctionMode):
     """Notes whose a tensor's rows are once something was written into a part of each."""
 
     def __init__(self, owners: Owners) -> None:
