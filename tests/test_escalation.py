@@ -21,7 +21,17 @@ from torch.utils.checkpoint import checkpoint
 
 import expanded_nn as enn
 from expanded_nn.core import cost
-from oracle import Call, assert_close, assert_close_rows, gradient_penalty, grads_of, loop, rows_of, total_loss
+from oracle import (
+    Call,
+    assert_close,
+    assert_close_rows,
+    gradient_penalty,
+    grads_of,
+    loop,
+    rows_of,
+    sample_losses,
+    total_loss,
+)
 
 B, T, D = 3, 5, 4
 
@@ -848,6 +858,36 @@ def test_derivatives_within_the_forward() -> None:
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="add_note is new in Python 3.11")
+class Polar(nn.Module):
+    """Angles of positions that all samples share, and a bias for each head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(2, 1, D))
+        self.register_buffer("frequencies", torch.randn(D))
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return positions[None, :, None] * self.frequencies, self.bias.clamp(-6, 0)  # (1, T, D), (heads, 1, D)
+
+
+def test_several_results_that_all_samples_share() -> None:
+    """Copies for the samples do not fit together as the plain results do, of which torch's error says nothing."""
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        angles, bias = self.polar(torch.arange(T))
+        return self.last(self.first(x)[:, None] * (angles + bias).sin()).mean(1)
+
+    plain = Does(forward, first=nn.Linear(D, D), polar=Polar(), last=nn.Linear(D, 2))
+    model = enn.convert(plain).per_sample()
+    for number, size in enumerate((B, B + 1, 1)):
+        call = Call((torch.randn(size, T, D),))
+        model.zero_grad()
+        with nullcontext() if number else pytest.warns(enn.PerSampleWarning, match="runs sample by sample"):
+            out = call.on(model)
+        sample_losses(out).mean().backward()
+        assert_close_rows(rows_of(model), loop(plain, call, size))
+
+
 def test_a_row_that_does_not_fit_without_escalation() -> None:
     def forward(m: Any, x: Tensor) -> Tensor:
         return (x.transpose(0, 1) * m.table(torch.zeros(1, 1, dtype=torch.int64))).transpose(0, 1)

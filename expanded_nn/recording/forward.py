@@ -248,7 +248,9 @@ class Forward:
 
         `is_new` says that the plain layer's result does not have that dimension.
         """
-        if isinstance(result, Tensor) and result.grad_fn is not None and result.dim() > dim:
+        if not isinstance(result, Tensor):  # several, and nothing tells where their samples stand
+            self.notes.sharing.append(layer)
+        elif result.grad_fn is not None and result.dim() > dim:
             self.notes.sharing.append(layer)
             if self.order is not None and self.own_pass.batch > 1 and may_have_derivatives(result):
                 self.order.copies.note(result, layer, dim, is_new=is_new)
