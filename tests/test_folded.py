@@ -4,6 +4,7 @@ import io
 import warnings
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -610,6 +611,35 @@ def test_other_folds(module: Any, shape: tuple[int, ...], monkeypatch: pytest.Mo
     enn.alone(module)
     inputs = [Call((values(B, *shape, seed=seed),)) for seed in range(3)]
     assert runs_whole(assert_right(built(module(), around=False), *inputs))
+
+
+class Slots(nn.Module):
+    """A recurrent cell that each position goes through twice, as in slot attention; first without a state."""
+
+    def __init__(self, kind: Callable[..., nn.RNNCellBase]) -> None:
+        super().__init__()
+        self.cell = kind(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, T, D)
+        rows = x.reshape(-1, D)
+        states = self.cell(rows)
+        states = self.cell(rows.tanh(), states)
+        return (states[0] * states[1] if isinstance(states, tuple) else states).view(x.shape)
+
+
+CELLS = {
+    "gru": nn.GRUCell,
+    "lstm": nn.LSTMCell,
+    "tanh": nn.RNNCell,
+    "relu": partial(nn.RNNCell, nonlinearity="relu"),
+    "no_bias": partial(nn.GRUCell, bias=False),
+}
+
+
+@pytest.mark.parametrize("objective", [total_loss, gradient_penalty])
+@pytest.mark.parametrize("kind", CELLS.values(), ids=CELLS)
+def test_recurrent_cells(kind: Callable[..., nn.RNNCellBase], objective: Any) -> None:
+    assert runs_whole(assert_right(built(Slots(kind)), *calls(), objective=objective))
 
 
 class Masked(nn.Module):
