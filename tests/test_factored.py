@@ -157,6 +157,24 @@ DENSE: dict[str, Callable[[Any], Any]] = {  # makes the rows dense, and is right
     "dlpack": lambda g: torch.from_dlpack(g),
     "whole numbers": lambda g: (10 * g).to(torch.int64),  # those of the factors would have other products
     "bool": lambda g: g.bool(),
+    # what the functions of the table leave to dense rows
+    "times a tensor of more dimensions": lambda g: g * torch.full((1, 1, 1, 1), 3.0),
+    "times a complex number": lambda g: g * torch.tensor([2 + 1j]),
+    "divided by zero": lambda g: (g / 0).nan_to_num(),
+    "plus another dtype": lambda g: g + g.to(torch.complex128),
+    "plus a share": lambda g: torch.add(g, g, alpha=0.5),
+    "sum in another dtype": lambda g: g.sum(0, dtype=torch.float32),
+    "dtype of norms": lambda g: torch.linalg.vector_norm(g.float(), dim=(1, 2), dtype=torch.float64).dtype,
+    "cat columns": lambda g: torch.cat([g, g], 1),
+    "cat other dtypes": lambda g: torch.cat([g, g.to(torch.complex128)]),
+    "index of columns": lambda g: g.index_select(1, torch.tensor([2, 0])),
+    "index of elements": lambda g: g[torch.tensor([0, 1]), torch.tensor([2, 0])],
+    "index of two dimensions": lambda g: g[torch.tensor([[0, 1], [3, 2]])],
+    "slice of columns": lambda g: g[:, 1:],
+    "device of a copy": lambda g: g.to("meta", torch.complex128).device,
+    "some lines of a matrix": lambda g: torch.ops.aten.slice_backward(g, [B, 6, 5], 1, 1, 4, 1),
+    "lines of a matrix": lambda g: torch.ops.aten.slice_backward(g, [B, 6, 5], 1, 0, 6, 2),
+    "einsum turned": lambda g: torch.einsum("b,bij->ji", by_row, g),
 }
 
 
@@ -187,6 +205,40 @@ def test_what_is_not_in_the_table_becomes_dense(pair: tuple[FactoredTensor, Tens
         same(result, expected)
     else:
         assert result == expected
+
+
+@pytest.mark.parametrize("name", [*FACTORED, *REDUCED, *DENSE])
+def test_rows_that_are_dense_already(name: str) -> None:
+    rows, twin = make("outer_2")
+    rows.dense()
+    result, expected = (FACTORED | REDUCED | DENSE)[name](rows), (FACTORED | REDUCED | DENSE)[name](twin)
+    if isinstance(expected, Tensor):
+        same(result, expected)
+    else:
+        assert result == expected
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda g: torch.mv(g.flatten(1), torch.ones(15, dtype=torch.float32)),
+        lambda g: torch.einsum("b,bij->ij", by_row.float(), g),
+        lambda g: torch.einsum("b,bij->ij", by_row[:, None], g),
+        lambda g: torch.einsum("b,bi->i", by_row, g),
+        lambda g: torch.cat([g, g.flatten(1)]),
+        lambda g: g + g.view(B, 1, 15),
+    ],
+)
+def test_what_torch_refuses_is_refused(pair: tuple[FactoredTensor, Tensor], operation: Callable[[Any], Any]) -> None:
+    for rows in pair:
+        with pytest.raises(RuntimeError):
+            operation(rows)
+
+
+def test_whole_numbers_divide_as_precisely_as_the_rows_are() -> None:
+    rows, twin = make("outer_2")
+    torch.set_default_dtype(torch.float32)  # that of an inverse
+    same(rows / torch.tensor(3), twin / torch.tensor(3))
 
 
 def test_every_entry_of_the_table_has_a_case() -> None:
@@ -271,6 +323,8 @@ def test_without_samples() -> None:
     for product, shape in ((rows @ torch.ones(5), (0, 3)), (rows.view(-1, 5), (0, 5)), (rows.flatten(1), (0, 15))):
         assert tuple(product.shape) == shape
         assert product.sum() == 0
+    for size in (0, 2):
+        assert [tuple(part.shape) for part in rows.split(size)] == [(0, 3, 5)]
 
 
 def test_the_algebra_by_keywords() -> None:

@@ -166,7 +166,8 @@ def leaves_of(weight: Tensor, recorder: RecorderLike | None = None) -> list[Tens
 
 def comes_from_rows(x: Tensor) -> bool:
     """Whether `x` was computed from a layer's output in per-sample mode, which has B rows."""
-    return any(map(is_expansion, graph_of(x.grad_fn)))
+    expansions = Expand._backward_cls | ExpandComputed._backward_cls
+    return any(isinstance(node, expansions) for node in graph_of(x.grad_fn))
 
 
 def saved_tensors(ctx: Any) -> Sequence[Any]:
@@ -207,11 +208,6 @@ def keeps_factors(*expanded: Tensor | None) -> bool:
         if recorder is not None and recorder.settings.keep_factors:
             return True
     return False
-
-
-def is_expansion(node: Any) -> bool:
-    """Whether a node of the graph has expanded a weight."""
-    return isinstance(node, Expand._backward_cls | ExpandComputed._backward_cls)
 
 
 def _kept_and_total(

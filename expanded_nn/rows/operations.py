@@ -57,7 +57,7 @@ def _times(rows: Any, factor: Any) -> Any:
 
 
 def _divided(rows: Any, divisor: Any) -> Any:
-    if not isinstance(rows, Rows) or isinstance(divisor, Rows):
+    if isinstance(divisor, Rows):
         return NotImplemented
     if not isinstance(divisor, Tensor):
         return _times(rows, 1.0 / divisor) if divisor != 0 else NotImplemented
@@ -65,7 +65,7 @@ def _divided(rows: Any, divisor: Any) -> Any:
 
 
 def _plus(rows: Any, other: Any, *, alpha: float = 1) -> Any:
-    if isinstance(rows, Rows) and type(other) is int and other == 0:  # as `sum` begins with
+    if type(other) is int and other == 0:  # as `sum` begins with
         return rows._like(rows.blocks, rows.shape)
     if not (isinstance(rows, Rows) and isinstance(other, Rows)) or (alpha != 1 and rows.dtype == torch.float16):
         return NotImplemented
@@ -156,7 +156,7 @@ def _chosen(rows: Rows, choose: Callable[[Tensor], Tensor]) -> Any:
         chosen = [(size, tuple(guarded.derived(lambda term: term.map(choose)) for guarded in blocks[0][1]))]
         return rows._like(chosen, (size, *rows.shape[1:]))
     numbers = choose(torch.arange(rows.shape[0], device=rows.device))
-    if is_traced() or not blocks or not len(numbers):
+    if is_traced() or not len(numbers):
         return NotImplemented
     ends = torch.tensor([size for size, _ in blocks], device=rows.device).cumsum(0)
     places, counts = torch.bucketize(numbers, ends, right=True).unique_consecutive(return_counts=True)
@@ -235,7 +235,7 @@ def _padded(rows: Rows, sizes: Sequence[int], dim: int, start: int, end: int, st
 
 
 def _times_vector(rows: Any, vector: Any) -> Any:
-    if not isinstance(rows, Rows) or isinstance(vector, Rows) or vector.dtype != rows.dtype or rows.dim() != 2:
+    if isinstance(vector, Rows) or vector.dtype != rows.dtype or rows.dim() != 2:
         return NotImplemented
     wide = widened(rows)
     return wide.matvec(vector.to(wide.dtype)).to(rows.dtype)
@@ -246,8 +246,6 @@ _WEIGHTED_SUM = re.compile(r"(\w),\1(\.\.\.|((?!\1)[a-zA-Z])+)")
 
 def _einsum(equation: str, *operands: Any) -> Any:
     """`einsum("b,b...->...", weights, rows)`, in any letters and either order: the weighted sum of the rows."""
-    if len(operands) == 1 and isinstance(operands[0], list | tuple):
-        operands = tuple(operands[0])
     inputs, arrow, output = equation.replace(" ", "").partition("->")
     if isinstance(operands[0], Rows):
         operands, inputs = operands[::-1], ",".join(reversed(inputs.split(",")))
@@ -255,7 +253,7 @@ def _einsum(equation: str, *operands: Any) -> Any:
     if labels is None or len(operands) != 2:
         return NotImplemented
     row, (weights, rows) = labels[2], operands
-    if not isinstance(rows, Rows) or isinstance(weights, Rows) or weights.dim() != 1 or weights.dtype != rows.dtype:
+    if isinstance(weights, Rows) or weights.dim() != 1 or weights.dtype != rows.dtype:
         return NotImplemented
     fits = row == "..." or len(set(row)) == len(row) == rows.dim() - 1
     fits = fits and weights.shape[0] == rows.shape[0]
