@@ -214,6 +214,21 @@ class TestMixtures:
         model = assert_right(built(Mixture(kind())), *calls(), objective=gradient_penalty)
         assert runs_whole(model)
 
+    @pytest.mark.filterwarnings("ignore:Using backward")
+    def test_derivatives_of_the_rows(self, kind: Any) -> None:
+        module, call = built(Mixture(kind())), calls()[0]
+        model = enn.convert(module).per_sample(loss_reduction="sum")
+        total_loss(model, call).backward()
+        model.zero_grad()
+        total_loss(model, call).backward(create_graph=True)
+        assert runs_whole(model)
+        size = sum((rows**3).sum() for rows in rows_of(model).values())
+        rows = loop(module, call, B, create_graph=True)
+        expected = torch.autograd.grad(sum((each**3).sum() for each in rows.values()), list(module.parameters()))
+        for found, wanted in zip(torch.autograd.grad(size, list(model.parameters())), expected, strict=True):
+            assert_close(found, wanted)
+        model.zero_grad()
+
     @pytest.mark.parametrize(
         "experts",
         [
@@ -247,6 +262,33 @@ def test_frozen_experts_have_no_rows() -> None:
     rows, expected = rows_of(model), loop(module, call, B)
     assert "part.experts.up" not in rows
     assert_close_rows(rows, {name: expected[name] for name in rows})
+
+
+class Stopped(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(weight: Tensor) -> Tensor:
+        return weight.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
+class WithAStop(WithBiases):
+    def of(self, expert: Any, x: Tensor) -> Tensor:
+        return torch.tanh(x @ Stopped.apply(self.up[expert])) @ self.down[expert]
+
+
+def test_experts_whose_weight_gets_no_gradient() -> None:
+    model = assert_right(built(Mixture(WithAStop())), *calls())
+    assert runs_whole(model)
+    assert model.part.experts.up.grad is None  # type: ignore[union-attr]
 
 
 def test_an_expert_without_rows_leaves_zeros() -> None:
@@ -569,6 +611,19 @@ class Patches(nn.Module):
         return rows.flatten(1)
 
 
+class Slopes(nn.Module):
+    """A forward that takes a derivative itself, with respect to what it has folded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, T, D)
+        rows = self.inner(x.flatten(0, 1))
+        (slopes,) = torch.autograd.grad(rows.tanh().sum(), rows, create_graph=True)
+        return self.outer(slopes).view(x.shape)
+
+
 class EachAlone(nn.Module):
     """All experts take all rows."""
 
@@ -602,6 +657,7 @@ class OutOfOrder(nn.Module):
         (BiasedWindows, (6, D)),
         (BiasedWindows, (2 * B, D)),
         (Patches, (8, D)),
+        (Slopes, (T, D)),
         (EachAlone, (T, D)),
         (OutOfOrder, (T, D)),
     ],
@@ -835,6 +891,7 @@ KNOWN: dict[str, Callable[[Tensor], Any]] = {  # of x (B, 4, 6)
     "topk": lambda x: folded(x).topk(2, -1)[0] + folded(x).sort(-1)[0][:, :2] + folded(x).max(-1, keepdim=True)[0],
     "products": lambda x: x @ x.mT @ x,
     "product with what all share": lambda x: F.linear(folded(x), torch.ones(2, 6).double()),
+    "product beside rows": lambda x: torch.addmm(folded(x), torch.ones(12, 2).double(), torch.ones(2, 6).double()),
     "einsum": lambda x: torch.einsum("bti,bsi->bts", x, x),
     "attention": lambda x: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None]),
     "index_add": lambda x: torch.zeros(12, 6).double().index_add(0, index(3, 0, 11), folded(x)[index(3, 0, 11)]),
@@ -933,6 +990,27 @@ def test_the_samples_of_a_result(name: str) -> None:
 def test_samples_that_are_not_known(name: str) -> None:
     with pytest.raises(Unknown):
         samples_of(MIXED[name])
+
+
+OF_ALL: dict[str, Callable[[Tensor], Tensor]] = {  # of a table (4, 6)
+    "reductions": lambda table: table.softmax(-1).sum(0, keepdim=True),
+    "joined": lambda table: torch.cat([table, table.sin()]),
+    "stacked": lambda table: torch.stack([table, table.sin()]),
+    "products": lambda table: F.linear(table, table, table[:, 0]),
+    "added": lambda table: torch.zeros(4, 6).double().index_add(0, index(3, 0), table[:2]),
+    "put": lambda table: torch.zeros(4, 6).double().index_put((index(3),), table[0]),
+    "scattered": lambda table: torch.zeros(4, 6).double().scatter(0, index(3, 0)[:, None], table[:2]),
+    "put by a mask": lambda table: torch.zeros(4, 6).double().masked_scatter(table > 0, table),
+    "attention": lambda table: F.scaled_dot_product_attention(*[table[None, None]] * 3),
+    "equations": lambda table: torch.linalg.solve_triangular(table[:, :4], table, upper=False),
+}
+
+
+@pytest.mark.parametrize("name", OF_ALL)
+def test_what_all_samples_share_is_of_none(name: str) -> None:
+    known = Owners(B, nn.Module(), Memo())
+    _, table = known.begin([values(B, 4, 6), values(4, 6).requires_grad_()], [0, None])
+    assert known.of(OF_ALL[name](table)) is None
 
 
 def test_each_rule_is_tested(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -333,6 +333,7 @@ WHOLE: dict[str, Case] = {
     "positions of each sample": (own(lambda m, i: F.embedding(i, m.w).cumsum(1), (7, D)), WORDS),
     "positions indexed": (own(lambda m, x: x + m.w[torch.arange(T)], (9, D)), X),
     "squeezed": (own(lambda m, x: x * m.w.squeeze() + m.v.squeeze(0) - m.u.squeeze(), (1, D), (1, 1, D), (1, 1)), X),
+    "a row of a table": (own(lambda m, x: x * m.w[torch.tensor(1)], (2, D)), X),
     "positions sliced": (own(lambda m, x: x + m.w[:T].unsqueeze(0), (9, D)), X),
     "positions resized": (own(lambda m, x: x + F.interpolate(m.w, T).transpose(1, 2), (1, D, 3)), X),
     "grid resized": (
@@ -518,16 +519,21 @@ class TestComputedOnce:
         assert runs_whole(model)
 
     @pytest.mark.filterwarnings("ignore:Using backward")
-    def test_derivatives_of_the_rows(self, make: Callable[[], nn.Module], args: Any) -> None:
+    @pytest.mark.parametrize("frozen", [False, True])
+    def test_derivatives_of_the_rows(self, make: Callable[[], nn.Module], args: Any, frozen: bool) -> None:
+        """Of all weights, or of the last one alone."""
         module = make()
+        for parameter in list(module.parameters())[:-1]:
+            parameter.requires_grad_(not frozen)
         model = enn.convert(module).per_sample(loss_reduction="sum")
         step(model, *args)
         model.zero_grad()
         total_loss(model, Call(args)).backward(create_graph=True)
         size = sum((rows**3).sum() for rows in rows_of(model).values())
         rows = loop(module, Call(args), B, create_graph=True)
-        expected = torch.autograd.grad(sum((each**3).sum() for each in rows.values()), list(module.parameters()))
-        for found, wanted in zip(torch.autograd.grad(size, list(model.parameters())), expected, strict=True):
+        weights, plain = ([p for p in each.parameters() if p.requires_grad] for each in (model, module))
+        expected = torch.autograd.grad(sum((each**3).sum() for each in rows.values()), plain)
+        for found, wanted in zip(torch.autograd.grad(size, weights), expected, strict=True):
             assert_close(found, wanted)
         model.zero_grad()
 
@@ -656,6 +662,13 @@ if hasattr(torch.utils.checkpoint, "_NoopSaveInputs"):  # up to torch 2.10 no vm
 def scale_of(m: Any) -> Tensor:
     with torch.no_grad():
         return 1 + m.w.abs().amax()
+
+
+def test_a_weight_that_is_computed_in_part_for_each_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was small has a value for each sample; what is computed of it is large enough to be computed once."""
+    monkeypatch.setattr(cost, "DERIVED_NUMEL", 6 * D)
+    module = Own(lambda m, x: F.linear(x, (m.w * m.v).tanh()), (6, 1), (1, D))
+    assert runs_whole(assert_right(module, Call(X)))
 
 
 @pytest.mark.parametrize(("make", "args"), NOT_WHOLE.values(), ids=NOT_WHOLE)
@@ -958,6 +971,13 @@ def test_a_hook_that_changes_the_result() -> None:
     module = Own(lambda m, x: m.layer(x) * m.w.clone().sin_(), (D,), layer=nn.Linear(D, D)).double()
     module.layer.register_forward_hook(lambda layer, args, output: 3 * output)
     assert not runs_whole(assert_right(module, Call(X)))
+
+
+def test_a_forward_that_needs_what_a_hook_collects() -> None:
+    collected: list[Tensor] = []
+    module = Own(lambda m, x: m.layer(x) + collected.pop() * m.w, (D,), layer=nn.Linear(D, D)).double()
+    module.layer.register_forward_hook(lambda layer, args, output: collected.append(output.sin()))
+    assert runs_whole(assert_right(module, Call(X)))
 
 
 def slope(y: Tensor, x: Tensor, **options: Any) -> Tensor:
