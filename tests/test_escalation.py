@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import expanded_nn as enn
 from expanded_nn.core import cost
@@ -857,7 +858,39 @@ def test_derivatives_within_the_forward() -> None:
         assert_right(on(module), module, Call((torch.randn(B, T, D),)))
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="add_note is new in Python 3.11")
+@pytest.mark.parametrize("product", [torch.autograd.functional.jvp, torch.autograd.functional.hvp])
+def test_products_with_derivatives_of_a_forward_with_a_parameter_of_its_own(product: Any) -> None:
+    """They differentiate by a tensor that the forward makes, which `vmap` cannot."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        scaled = lambda z: m.linear(z).tanh() * m.scale  # noqa: E731
+        asked = scaled if product is torch.autograd.functional.jvp else lambda z: scaled(z).square().sum()
+        return product(asked, x, x.sin(), create_graph=True)[1]
+
+    part = Does(forward, linear=nn.Linear(D, D))
+    part.scale = nn.Parameter(torch.randn(D))
+    module = Around(part)
+    model = on(module)
+    for size in (B, B, B + 1, 1):
+        model.zero_grad()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", enn.PerSampleWarning)
+            assert_right(model, module, Call((torch.randn(size, T, D),)))
+
+
+def test_a_counter_that_hooks_all_modules() -> None:
+    part = Does(lambda m, x: m.linear(x).tanh() * m.scale, linear=nn.Linear(D, D))
+    part.scale = nn.Parameter(torch.randn(D))
+    module = Around(part)
+    model = on(module)
+    for number in range(3):
+        model.zero_grad()
+        says = nullcontext() if number else pytest.warns(enn.PerSampleWarning, match="in a loop")
+        with FlopCounterMode(display=False) as counter, says:
+            assert_right(model, module, Call((torch.randn(B, T, D),)))
+        assert counter.get_total_flops()
+
+
 class Polar(nn.Module):
     """Angles of positions that all samples share, and a bias for each head."""
 
@@ -888,6 +921,7 @@ def test_several_results_that_all_samples_share() -> None:
         assert_close_rows(rows_of(model), loop(plain, call, size))
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="add_note is new in Python 3.11")
 def test_a_row_that_does_not_fit_without_escalation() -> None:
     def forward(m: Any, x: Tensor) -> Tensor:
         return (x.transpose(0, 1) * m.table(torch.zeros(1, 1, dtype=torch.int64))).transpose(0, 1)

@@ -34,8 +34,12 @@ from expanded_nn.modules.layout import refusal
 from expanded_nn.recording.graph import graph_of
 from expanded_nn.recording.lift import Lent, Slot, quiet_fallbacks, swapped, with_tensors
 
-# torch's words where vmap gives up; the last two: values are read, samples' results differ in size
-_OF_VMAP = "vmap|functorch|[Bb]atching rule|doesn't have storage|stack expects each tensor to be equal size"
+# torch's words where vmap gives up; the last four: values are read, results differ in size, a derivative by what the
+# forward makes (torch.autograd.functional.jvp), hooks of torch's own on all modules (FlopCounterMode)
+_OF_VMAP = (
+    "vmap|functorch|[Bb]atching rule|doesn't have storage|stack expects each tensor to be equal size"
+    "|One of the differentiated Tensors does not require grad|'NoneType' object has no attribute 'next_functions'"
+)
 
 # torch's words where a tensor is changed in place that is one for all samples
 _OF_CHANGES = r"more than one element of the written-to tensor|Output 0 of Expand\w* is a view"
@@ -185,7 +189,7 @@ class Mapper:
         with nullcontext() if loops else self._nothing_of_one_sample(leaves, thorough=thorough):
             try:
                 results = (self._one_by_one if loops else self._by_vmap)(one_sample, leaves)
-            except (RuntimeError, ValueError, IndexError) as error:
+            except (RuntimeError, ValueError, IndexError, AttributeError) as error:
                 if isinstance(error, PerSampleError) and error.by_writing and is_traced() and not self.makes_own:
                     return dataclasses.replace(self, makes_own=True)(leaves, thorough=thorough)
                 if isinstance(error, PerSampleError | torch.OutOfMemoryError):
