@@ -432,6 +432,26 @@ def test_what_is_given_is_converted_too() -> None:
     assert isinstance(custom.encoder, enn.Linear)
 
 
+class Alike(nn.Module):
+    """An encoder, or a decoder, without attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(SIZE, SIZE)
+
+    def forward(self, first: Tensor, second: Tensor | None = None, **masks: Any) -> Tensor:
+        y = self.layer(first)
+        return y if second is None else y * second.mean(1, keepdim=True)
+
+
+def test_a_transformer_without_attention() -> None:
+    module = nn.Transformer(SIZE, HEADS, custom_encoder=Alike(), custom_decoder=Alike(), batch_first=True)
+    call = Call((torch.randn(BATCH, 5, SIZE), torch.randn(BATCH, 3, SIZE)))
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    total_loss(model, call).backward()
+    assert_close_rows(rows_of(model), loop(module, call, BATCH))
+
+
 def test_what_is_given_and_cannot_be_converted() -> None:
     with pytest.raises(enn.ConversionError, match=r"norm \(SyncBatchNorm\): it mixes samples"):
         enn.TransformerEncoder(encoder_layer(), 2, nn.SyncBatchNorm(SIZE))

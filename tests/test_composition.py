@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import pairwise
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils import parametrizations, prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader
 
@@ -271,6 +272,34 @@ def test_selective_checkpoint_of_more_than_a_layer() -> None:
     model = on(module)
     for _ in range(2):
         right(model, expected, call)
+
+
+class Passing(TorchDispatchMode):
+    """A mode that looks on, as one that counts operations."""
+
+    seen: ClassVar[set[Any]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.add(func)
+        return func(*args, **(kwargs or {}))
+
+
+class LookedAt(Positions):
+    def inner(self, x: Tensor) -> Tensor:
+        with Passing():
+            return super().inner(x)
+
+
+def test_selective_checkpoint_with_another_mode_within() -> None:
+    call = Call((torch.randn(SAMPLES, 5, 4, dtype=torch.float64),))
+    module = LookedAt()
+    expected = loop(module, call, SAMPLES)
+    module.keeping = {"context_fn": KEEPING}
+    model = on(module)
+    for _ in range(2):
+        Passing.seen.clear()
+        right(model, expected, call)
+        assert _ATEN.embedding.default in Passing.seen  # what a layer runs
 
 
 # --- hooks ----------------------------------------------------------------------------------------------------

@@ -786,8 +786,20 @@ class MadeOfWidth(nn.Module):
         return self.layer(x)
 
 
-def test_a_class_whose_new_takes_arguments_is_copied() -> None:
-    model = enn.convert(MadeOfWidth(2)).per_sample()
+class MadeByName(MadeOfWidth):
+    def __new__(cls, *, width: int) -> "MadeByName":
+        return super().__new__(cls, width)
+
+    def __init__(self, *, width: int) -> None:
+        super().__init__(width)
+
+    def __getnewargs_ex__(self) -> tuple[tuple[()], dict[str, int]]:
+        return (), {"width": self.width}
+
+
+@pytest.mark.parametrize("kind", [MadeOfWidth, MadeByName])
+def test_a_class_whose_new_takes_arguments_is_copied(kind: Any) -> None:
+    model = enn.convert(kind(width=2)).per_sample()
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         other(torch.ones(4, 3)).sum().backward()
         assert other.layer.weight.grad_sample.shape == (4, 2, 3)

@@ -879,6 +879,22 @@ def test_operations_scale_entries_down(kind: str, shared: bool) -> None:
         assert_close(weight, torch.stack(alone))
 
 
+def test_frequencies_in_bags_of_other_lengths() -> None:
+    """A shorter one is filled up with entry 0, which does not count."""
+    model = enn.convert(nn.EmbeddingBag(3, 2, mode="sum", scale_grad_by_freq=True)).per_sample(loss_reduction="sum")
+    model(torch.tensor([1, 0, 1, 0, 2]), torch.tensor([0, 3, 4])).sum().backward()
+    looked_up = torch.tensor([[1.0, 1, 0], [1, 0, 0], [0, 0, 1]])
+    assert_close(model.weight.grad_sample, looked_up[:, :, None].expand(3, 3, 2))
+
+
+def test_a_padding_idx_from_the_end() -> None:
+    """As torch's own operation counts it."""
+    weight, index = torch.randn(7, 4, requires_grad=True), torch.tensor([[1, 6], [6, 0]])
+    (actual,) = torch.autograd.grad(enn.functional.embedding(index, weight.expand(2, 7, 4), -1).sum(), weight)
+    (expected,) = torch.autograd.grad(F.embedding(index, weight, -1).sum(), weight)
+    assert_close(actual, expected)
+
+
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_bags_as_a_nested_tensor(mode: str) -> None:
     """They are those of the same entries by offsets."""

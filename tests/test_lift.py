@@ -2,7 +2,7 @@
 
 import pickle
 import warnings
-from collections import UserDict
+from collections import Counter, UserDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -1646,3 +1646,56 @@ def test_a_layer_alone_in_a_model_whose_samples_stand_second() -> None:
         model.zero_grad()
         model["head"](torch.randn(shape)).sum().backward()
         assert len(model["head"].weight.grad_sample) == samples
+
+
+class Derives(nn.Module):
+    """Its forward takes derivatives by a tensor that it makes, which under `vmap` is no sample's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shift = torch.zeros(x.shape, dtype=x.dtype, requires_grad=True)
+        (slope,) = torch.autograd.grad((x * self.w + shift).sin().sum(), shift, create_graph=True)
+        return slope * self.w
+
+
+class WritesBesideAView(nn.Module):
+    """What it makes to write into has a view, so that no sample can get one of its own under `vmap`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.rand(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        both = torch.zeros(2, *x.shape)
+        first = both[0]
+        both[1] = torch.tensordot(x, self.w.clone().sin_(), 1)
+        return both[1] + first
+
+
+@pytest.mark.parametrize("kind", [Derives, WritesBesideAView])
+def test_what_vmap_cannot_follow_goes_in_a_loop(kind: type[nn.Module]) -> None:
+    call = Call((torch.randn(B, 4),))
+    with pytest.warns(enn.PerSampleWarning, match="sample by sample"):
+        model = assert_right_rows(kind(), call, B)
+    assert model.goes_in_a_loop()
+
+
+class CountsCalls(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.calls = nn.Parameter(torch.rand(4)), Counter[str]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls["forward"] += 1
+        return x * self.w
+
+
+def test_a_forward_that_counts_in_a_mapping_of_another_class() -> None:
+    module, call = CountsCalls(), Call((torch.randn(B, 4),))
+    model = enn.convert(module).per_sample()
+    for number in (1, 2, 3):
+        total_loss(model, call).backward()
+        assert model.calls == {"forward": number}

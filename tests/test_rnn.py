@@ -539,3 +539,23 @@ def test_the_last_cell_state_of_one_step_does_not_depend_on_the_projection() -> 
     assert {name for name, parameter in module.named_parameters() if parameter.grad is None} == {"weight_hr_l0"}
     for name, parameter in model.named_parameters():
         assert (parameter.grad is None) == (parameter.grad_sample is None) == (name == "weight_hr_l0")
+
+
+class Stopped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM])
+def test_a_layer_whose_outputs_get_no_gradient(kind: type[nn.Module], create_graph: bool) -> None:
+    """What is behind it says so, with `None`."""
+    model = enn.convert(nn.Sequential(kind(3, 4, batch_first=True))).per_sample()
+    y, _ = model(torch.randn(2, 5, 3))
+    Stopped.apply(y).sum().backward(create_graph=create_graph)
+    assert all(parameter.grad is None and parameter.grad_sample is None for parameter in model.parameters())

@@ -36,9 +36,6 @@ class _Layers(Expanded, nn.RNNBase):
     def sample_dims(self, tensors: int) -> list[int]:
         return [self._samples_dim] + [1] * (tensors - 1)
 
-    def samples_in(self, input: Tensor | PackedSequence, hx: Any = None) -> int | None:
-        return super().samples_in(input)
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_exporting():
             return super().forward(*args, **kwargs)
@@ -140,9 +137,6 @@ class _Cell(Expanded, nn.RNNCellBase):
 
     def sample_dims(self, tensors: int) -> list[int]:
         return [0] * tensors  # the default, written out: so it is known to hold for several results, too
-
-    def samples_in(self, input: Tensor, hx: Any = None) -> int | None:
-        return super().samples_in(input)
 
     def expanded_forward(self, input: Tensor, hx: Any = None) -> Any:
         lstm = self.mode == "LSTM"
