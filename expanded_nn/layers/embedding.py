@@ -14,7 +14,7 @@ from expanded_nn._errors import complaint
 from expanded_nn.common.shared import as_no_view, is_constant, is_shared, shared
 from expanded_nn.common.traced import refuse_values
 from expanded_nn.core.terms import OneHot, SparseOneHot
-from expanded_nn.factored import FactoredTensor, from_factors
+from expanded_nn.factored import from_factors, materialized
 from expanded_nn.modules.base import Expanded
 from expanded_nn.modules.layout import index_by_sample, note_shared_result, refuse_other_count
 from expanded_nn.modules.registry import expands
@@ -74,9 +74,7 @@ class _Embedding(torch.autograd.Function):
         index = _flat_index(index)
         values = g.reshape(*index.shape, g.shape[-1])
         rows = _table_rows(ctx, values, index, valid, _dropped(index, valid, ctx.padding_idx))
-        if not ctx.is_shared and isinstance(rows, FactoredTensor):
-            rows = rows.dense()
-        return None, rows, None, None, None, None
+        return None, rows if ctx.is_shared else materialized(rows), None, None, None, None
 
 
 def _table_rows(
@@ -404,7 +402,7 @@ class EmbeddingBag(Expanded, nn.EmbeddingBag):
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         forward = None if self._recorder is None or offsets is None else self._recorder.forward
-        if forward is not None and offsets is not None:  # before the layer runs, be it without gradients
+        if forward is not None:  # before the layer runs, be it without gradients
             forward.correct_batch(_bag_count(input, offsets, self.include_last_offset))
         return cast(Tensor, super().forward(input, offsets, per_sample_weights))
 

@@ -188,12 +188,11 @@ def rms_norm(
     Returns:
         `(B, *, *normalized_shape)`.
     """
-    if is_constant(weight):
+    if weight is None or is_constant(weight):
         return F.rms_norm(x, list(normalized_shape), shared_or_none(weight), eps)
-    if weight is not None and is_shared(weight):
+    if is_shared(weight):
         return _OfPositions.apply(x, weight, None, normalized_shape, eps, False)  # type: ignore[no-untyped-call,no-any-return]
-    y = F.rms_norm(x, list(normalized_shape), eps=eps)
-    return y if weight is None else y * _over_positions(weight, x.dim())
+    return F.rms_norm(x, list(normalized_shape), eps=eps) * _over_positions(weight, x.dim())
 
 
 class _OverLastDimensions(Expanded):
