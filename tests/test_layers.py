@@ -895,6 +895,19 @@ def test_a_padding_idx_from_the_end() -> None:
     assert_close(actual, expected)
 
 
+@pytest.mark.parametrize("lengths", [(3, 5, 2), (4,), (1, 1)])
+@pytest.mark.parametrize("sizes", [(4, 5, 2), (30, 20, 25)])
+def test_sequences_as_a_jagged_tensor(sizes: tuple[int, ...], lengths: tuple[int, ...]) -> None:
+    """Each as it is alone, whether its rows are dense from the start or factored."""
+    module = nn.Sequential(nn.Linear(*sizes[:2]), nn.Tanh(), nn.Linear(*sizes[1:]))
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    sequences = [torch.randn(length, sizes[0]) for length in lengths]
+    model(torch.nested.nested_tensor(sequences, layout=torch.jagged)).values().sin().sum().backward()
+    alone = [torch.autograd.grad(module(x).sin().sum(), list(module.parameters())) for x in sequences]
+    expected = dict(zip(rows_of(model), map(torch.stack, zip(*alone, strict=True)), strict=True))
+    assert_close_rows(rows_of(model), expected)
+
+
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_bags_as_a_nested_tensor(mode: str) -> None:
     """They are those of the same entries by offsets."""

@@ -49,7 +49,9 @@ def _gradient_of_a(grad: Tensor, g: Tensor, a: Tensor) -> Tensor:
 def positions(
     x: Tensor,  # (B, *, features)
 ) -> Tensor:  # (B, T, features)
-    """All dimensions between the batch and the features as one."""
+    """All dimensions between the batch and the features as one; sequences of a jagged tensor are filled up by zeros."""
+    if x.is_nested:
+        x = torch.nested.to_padded_tensor(x, 0.0)
     if x.dim() < 4:
         return x.unsqueeze(1) if x.dim() == 2 else x
     return x.reshape(x.shape[0], prod(x.shape[1:-1]), x.shape[-1])
