@@ -143,6 +143,21 @@ def assert_all_close(actual: Iterable[Tensor], expected: Iterable[Tensor], tol: 
         assert_close(a, e, tol, f"tensor {i}")
 
 
+def assert_derivatives_of_rows(model: nn.Module, module: nn.Module, call: Call, samples: int) -> None:
+    """The rows' own derivatives by the weights, after a backward with `create_graph`, are those of the loop's."""
+    total_loss(model, call).backward(create_graph=True)
+    both = (rows_of(model), model), (loop(module, call, samples, create_graph=True), module)
+    actual, expected = (
+        torch.autograd.grad(
+            torch.stack([(each**3).sum() for each in rows.values()]).sum(),
+            [parameter for parameter in owner.parameters() if parameter.requires_grad],
+        )
+        for rows, owner in both
+    )
+    assert_all_close(actual, expected)
+    model.zero_grad()
+
+
 def skip_without_bfloat16(module: nn.Module, call: Call) -> None:
     """Skips a test of a call that torch itself cannot run in bfloat16 on this processor, as that of an LSTM."""
     try:

@@ -863,7 +863,9 @@ def test_products_with_derivatives_of_a_forward_with_a_parameter_of_its_own(prod
     """They differentiate by a tensor that the forward makes, which `vmap` cannot."""
 
     def forward(m: Any, x: Tensor) -> Tensor:
-        scaled = lambda z: m.linear(z).tanh() * m.scale  # noqa: E731
+        def scaled(z: Tensor) -> Tensor:
+            return m.linear(z).tanh() * m.scale
+
         asked = scaled if product is torch.autograd.functional.jvp else lambda z: scaled(z).square().sum()
         return product(asked, x, x.sin(), create_graph=True)[1]
 

@@ -28,6 +28,7 @@ from oracle import (
     Call,
     assert_close,
     assert_close_rows,
+    assert_derivatives_of_rows,
     gradient_penalty,
     grads_of,
     loop,
@@ -528,14 +529,7 @@ class TestComputedOnce:
         model = enn.convert(module).per_sample(loss_reduction="sum")
         step(model, *args)
         model.zero_grad()
-        total_loss(model, Call(args)).backward(create_graph=True)
-        size = sum((rows**3).sum() for rows in rows_of(model).values())
-        rows = loop(module, Call(args), B, create_graph=True)
-        weights, plain = ([p for p in each.parameters() if p.requires_grad] for each in (model, module))
-        expected = torch.autograd.grad(sum((each**3).sum() for each in rows.values()), plain)
-        for found, wanted in zip(torch.autograd.grad(size, weights), expected, strict=True):
-            assert_close(found, wanted)
-        model.zero_grad()
+        assert_derivatives_of_rows(model, module, Call(args), B)
 
     @pytest.mark.parametrize("reentrant", [False, True])
     def test_inside_of_a_checkpoint(self, make: Callable[[], nn.Module], args: Any, reentrant: bool) -> None:
@@ -1172,13 +1166,7 @@ def test_derivatives_of_the_rows(model: nn.Module) -> None:
     module = enn.revert(model)
     step(model, *X)
     model.zero_grad()
-    total_loss(model, Call(X)).backward(create_graph=True)
-    size = sum((rows**3).sum() for rows in rows_of(model).values())
-    rows = loop(module, Call(X), B, create_graph=True)
-    expected = torch.autograd.grad(sum((each**3).sum() for each in rows.values()), list(module.parameters()))
-    for found, wanted in zip(torch.autograd.grad(size, list(model.parameters())), expected, strict=True):
-        assert_close(found, wanted)
-    model.zero_grad()
+    assert_derivatives_of_rows(model, module, Call(X), B)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -264,8 +264,8 @@ _UNCOMPILED = OfAllThreads(_uncompiled)
 class FunctionMode(TorchFunctionMode):
     """A mode that hears of torch's functions; what `torch.compile` has made runs as it was written meanwhile.
 
-    Compiled under a mode, functions are compiled anew for each one, and some gave wrong results (in torch 2.13 two in a
-    row under three modes).
+    Compiled under a mode, functions are compiled anew for each one; where a forward called several of them, some gave
+    wrong results (torch 2.13).
     """
 
     def __enter__(self) -> Any:
