@@ -33,6 +33,7 @@ from oracle import (
     grads_of,
     loop,
     rows_of,
+    sample_losses,
     set_seed,
     total_loss,
 )
@@ -873,6 +874,44 @@ def test_samples_that_meet_by_their_values_later(meet: Callable[[Tensor], Tensor
     step(model, x)
     with pytest.raises(enn.PerSampleError, match="on the whole batch"):
         model(large)
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [lambda x, y: (y, x > 0) if x.shape[1] > 3 else (y,), lambda x, y: (y,) if x.shape[1] > 3 else (y, x > 0, x < 0)],
+)
+def test_other_numbers_of_results(returned: Callable[[Tensor, Tensor], tuple[Tensor, ...]]) -> None:
+    """What is done with the parameter is the same, so that this is no other way."""
+    module = Own(lambda m, x: returned(x, x * m.w), (D,)).double()
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+
+    def objective(module: Callable[..., Any], call: Call, first: int = 0) -> Tensor:
+        return sample_losses(call.on(module)[0], first).sum()
+
+    for positions in (3, 5, 2, 6, 3, 5):
+        call = Call((values(B, positions, D),))
+        model.zero_grad()
+        objective(model, call).backward()
+        assert_close_rows(rows_of(model), loop(module, call, B, objective=objective))
+    assert runs_whole(model)
+
+
+@pytest.mark.filterwarnings("ignore::expanded_nn.PerSampleWarning")
+def test_a_sample_alone_has_another_number_of_results() -> None:
+    """Where all samples are short, which it sees by their values, it returns something more."""
+
+    def forward(m: Any, x: Tensor, lengths: Tensor) -> tuple[Tensor, ...]:
+        return (x * m.w, x > 0) if bool((lengths < T).all()) else (x * m.w,)
+
+    model = enn.convert(Own(forward, (D,))).per_sample()
+
+    def steps() -> None:
+        for number in range(2 * B * cost.TURNS_OF_A_SAMPLE):
+            lengths = torch.full((B,), T) if number < 10 else T - torch.arange(B) % 2
+            model(values(B, T, D), lengths)[0].sum().backward()
+
+    with pytest.raises(enn.PerSampleError):
+        steps()
 
 
 @pytest.mark.filterwarnings("ignore::expanded_nn.PerSampleWarning")

@@ -139,6 +139,7 @@ class WholeBatch:
         """
         module, recorder, dims = self.module, self.module._recorder, self.call.dims
         heard, batch = recorder.forward.notes.inputs_shared, recorder.forward.own_pass.batch
+        in_results = self.told.compared[self.call.kind].dims
         owners = Owners(batch, module, self.told.memo) if module._alone else None
         before, run = len(heard), Run(batch, recorder, owners)
         try:
@@ -155,13 +156,13 @@ class WholeBatch:
                     result = module._plain_forward(*args, **kwargs)
                 result = run.returned(result)
             if owners is not None and FOLDED in dims:
-                owners.refuse_others_places(result, self.told.compared[self.call.kind].dims)
+                owners.refuse_others_places(result, in_results)
         except Exception as error:
             if isinstance(error, NOT_OF_THE_FORWARD) or is_of_checkpoint(error):
                 raise
             del heard[before:]
             return None, None
-        if run.failed or run.leaves_something():
+        if run.failed or run.leaves_something() or len(tensors_of(result)) != len(in_results):
             return None, None
         return result, (*run.way_gone(), *heard[before:])
 
@@ -225,8 +226,13 @@ class _OneAlone:
         return [of_sample(x.detach(), dim, self.number, self.call.batch) for x, dim in self._with_samples(tensors)]
 
     def _with_samples(self, tensors: list[Tensor]) -> list[tuple[Tensor, int]]:
-        """Those in which samples stand, and where; a mean or a sum over the samples is left out."""
+        """Those in which samples stand, and where; a mean or a sum over the samples is left out.
+
+        None of them where a sample alone gives another number of results than the batch.
+        """
         dims = self.module._told.compared[self.call.kind].dims
+        if len(tensors) != len(dims):
+            return []
         return [(x, dim) for x, dim in zip(tensors, dims, strict=True) if dim not in (MEAN, SUM)]
 
     def _with_one(self, leaf: Tensor, dim: int) -> Tensor:
