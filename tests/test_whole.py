@@ -896,6 +896,16 @@ def test_other_numbers_of_results(returned: Callable[[Tensor, Tensor], tuple[Ten
     assert runs_whole(model)
 
 
+def test_what_is_returned_depends_on_requires_grad() -> None:
+    """Comparisons take derivatives by the arguments: at first it is refused, and then nothing tells."""
+    module = Own(lambda m, x: (x * m.w, x > 0) if x.requires_grad else (x * m.w,), (D,))
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    with pytest.raises(enn.PerSampleError, match="another result"):
+        model(*X)
+    model(*X)[0].square().sum().backward()
+    assert_close_rows(rows_of(model), {"w": 2 * module.w.detach() * X[0].square().sum(1)})
+
+
 @pytest.mark.filterwarnings("ignore::expanded_nn.PerSampleWarning")
 def test_a_sample_alone_has_another_number_of_results() -> None:
     """Where all samples are short, which it sees by their values, it returns something more."""

@@ -66,7 +66,7 @@ class Compared(NamedTuple):
 
 
 # the leaves of a result, their structure, and their derivatives by the trained parameters and the arguments
-Alone = tuple[list[Any], TreeSpec, list[Tensor | None] | None]
+Alone = tuple[list[Any], TreeSpec | None, list[Tensor | None] | None]
 Way = tuple[Any, ...]  # what a forward on the whole batch has done with its parameters, see `Run`
 
 
@@ -216,11 +216,8 @@ class Trial:
                 self.module._told.distrust(self.mapper.call)
                 reduces = dims is None and [MEAN, SUM] in mapped.possible_dims
                 error = self._refusal_of_reduced() if reduces else self._refusal(what)
-                call = self.mapper.call
-                if not any(
-                    dim in (None, FOLDED) and isinstance(x, Tensor)
-                    for x, dim in zip(call.leaves, call.dims, strict=True)
-                ):
+                arguments = zip(self.mapper.call.leaves, self.mapper.call.dims, strict=True)
+                if not any(isinstance(x, Tensor) for x, dim in arguments if dim in (None, FOLDED)):
                     error.about = "results"  # else the samples may have unequal parts of an argument
                 raise error
         return Compared(False, dims, tuple(map(memory_order, expected)))
@@ -376,6 +373,8 @@ class Trial:
         if dims not in self.alone:
             mapped, inputs = self.again or self._mapped_again()
             self.again = None
+            if len(mapped.tensors) != len(dims):  # it asks whether its arguments require grad: nothing to tell by
+                return [], None, None
             leaves, structure = flatten(mapped.with_samples_in(dims).result())
             self.alone[dims] = leaves, structure, derivatives(leaves, [*self._trained(), *inputs])
         return self.alone[dims]
