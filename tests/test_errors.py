@@ -1411,7 +1411,7 @@ def a_use_outside() -> None:
 
 @refused(
     r"^0\.(weight|bias): the parameter is also used.*holds it\. If per_sample\(True\) came after the forward, call the "
-    r"model again\. If this backward needs no .* before its forward\. If the loss has a penalty on"
+    r"model again\. If this backward needs no .* before its forward\. If the forward .* again\. If the loss has a"
 )
 def the_mode_after_the_forward() -> None:
     model = enn.convert(nn.Sequential(nn.Linear(4, 4)))

@@ -62,6 +62,7 @@ class Watch:
         reason = None if holder is None or isinstance(holder, PARTS_OF_LAYERS) else _without_rows(holder)
         if reason is None:
             has_rows = expected is not None or self.leaf.published.rows is not None
+            recorder.escalation.proven.clear()  # the forward may have gone another way: the next one is looked at again
             raise used_in_loss(recorder.name_of(parameter), parameter, has_rows=has_rows)
         raise complaint(
             recorder.name_of(parameter),
@@ -120,6 +121,7 @@ def used_in_loss(name: str, parameter: Tensor, *, has_rows: bool) -> PerSampleEr
         f"If a sample's own loss needs the parameter, use it through {_by_expansion(parameter)}.",
         "If per_sample(True) came after the forward, call the model again.",
         "If this backward needs no per-sample gradients, switch per_sample(False) before its forward.",
+        "If the forward uses it in a branch that it has not taken before, run the step again.",
     ]
     remedy = " ".join(causes if has_rows else [*causes[2:], *causes[:2]])
     more = "The backward stops at the first such parameter: check(model, x, y, loss=...) names them all."

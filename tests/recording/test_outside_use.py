@@ -304,6 +304,26 @@ def test_the_refusal_names_the_remedy() -> None:
         total_loss(model, Call((words(),))).backward()
 
 
+@pytest.mark.filterwarnings("ignore:.*runs sample by sample:expanded_nn.PerSampleWarning")
+def test_in_a_branch_that_is_taken_later() -> None:
+    """The backward refuses it the first time; then the forward is looked at anew."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return m.encoder(x) @ m.encoder.weight if x.shape[1] > 3 else m.encoder(x)
+
+    plain = Uses(forward, encoder=nn.Linear(4, 3)).double()
+    model = enn.convert(plain).per_sample(loss_reduction="sum")
+    total_loss(model, Call((values(B, 3, 4),))).backward()
+    model.zero_grad()
+    call = Call((values(B, 5, 4),))
+    with pytest.raises(enn.PerSampleError, match="run the step again"):
+        total_loss(model, call).backward()
+    for _ in range(2):
+        model.zero_grad()
+        total_loss(model, call).backward()
+        assert_close_rows(rows_of(model), loop(plain, call, B))
+
+
 def test_before_a_forward_is_an_error() -> None:
     make, call = USES["tied head"]
     model = enn.convert(make()).per_sample()

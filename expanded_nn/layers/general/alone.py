@@ -12,7 +12,7 @@ from expanded_nn.common.steady import Attributes
 from expanded_nn.common.traced import is_traced
 from expanded_nn.layers.general.gradients import Verdict
 from expanded_nn.layers.general.rule import General
-from expanded_nn.layers.general.trial import Way, Ways
+from expanded_nn.layers.general.told import Way, Ways
 from expanded_nn.layers.general.whole_batch import WholeBatch, as_one_operation
 from expanded_nn.modules.base import Expanded, PerSampleModule
 from expanded_nn.modules.registry import EXPANDED, refuse_no_class

@@ -27,7 +27,7 @@ from expanded_nn.common.containers import flatten
 from expanded_nn.common.meanwhile import meanwhile
 from expanded_nn.common.modes import running_backward, uncounted, unseen
 from expanded_nn.common.rounding import near
-from expanded_nn.common.steady import RandomStates
+from expanded_nn.common.steady import RandomStates, Undo
 from expanded_nn.common.traced import is_traced, refuse_values, wait_for_values
 from expanded_nn.layers.general.mapped import (
     NOT_OF_THE_FORWARD,
@@ -40,7 +40,8 @@ from expanded_nn.layers.general.mapped import (
 from expanded_nn.layers.general.opened import called
 from expanded_nn.layers.general.plain import Plain
 from expanded_nn.layers.general.reading import read
-from expanded_nn.layers.general.trial import Told, Trial
+from expanded_nn.layers.general.told import Told
+from expanded_nn.layers.general.trial import Trial
 from expanded_nn.layers.general.whole import reads_of_its_own
 from expanded_nn.layers.general.whole_batch import WholeBatch
 from expanded_nn.modules.base import Expanded
@@ -48,7 +49,7 @@ from expanded_nn.modules.layout import refusal
 from expanded_nn.recording.callers import runs_a_plain_forward_again
 from expanded_nn.recording.forward import InputNotes
 from expanded_nn.recording.lift import Lent, Slot, parameters_of, swapped
-from expanded_nn.recording.recorder import Recorder
+from expanded_nn.recording.recorder import Recorder, modules_in
 from expanded_nn.recording.sharded import is_sharded
 
 _NOTHING_LENT: Mapping[Slot, Lent] = {}
@@ -243,12 +244,16 @@ class General(Expanded):
         if not mapper.guests and not is_known:
             wait_for_values("a module of the general rule is compared with its plain forward first")
         trial = None if mapper.guests or is_known else Trial(mapper)
-        with nullcontext() if trial is None else trial.by_samples():
+        before = Undo([*modules_in(self)]) if is_known and not is_traced() else None
+        with trial.by_samples() if trial else before.updates if before else nullcontext():
             mapped = mapper(call.leaves, thorough=trial is not None)
         if mapper.guests:
             return mapped.result()
         if trial is None and not known[call.kind].fits(mapped):  # another way through the forward
-            trial = Trial(mapper)
+            if before is not None:
+                before.put_back()
+            del known[call.kind]
+            return self._sample_by_sample(call)
         if trial is not None:
             with self._unnoticed():
                 trial.told(mapped)

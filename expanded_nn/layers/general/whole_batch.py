@@ -24,7 +24,8 @@ from expanded_nn.layers.general.mapped import MEAN, NOT_OF_THE_FORWARD, SUM, Cal
 from expanded_nn.layers.general.own_functions import functions_looked_at
 from expanded_nn.layers.general.owners import Owners
 from expanded_nn.layers.general.plain import Plain
-from expanded_nn.layers.general.trial import NO_WAYS, Trial, Way, Ways
+from expanded_nn.layers.general.told import NO_WAYS, Way, Ways
+from expanded_nn.layers.general.trial import Trial
 from expanded_nn.layers.general.whole import Run
 from expanded_nn.recording.lift import Slot, has_guests, swapped
 from expanded_nn.recording.recorder import modules_in
@@ -101,7 +102,8 @@ class WholeBatch:
         if running_backward() >= 0 or cost.is_symbol(self.call.batch):
             return NotImplemented  # a checkpoint's forward that is computed again learns nothing, nor one without sizes
         wait_for_values("a module of the general rule is tried on the whole batch first")
-        ways = ways.after(*self.judged(hooks=ways.hooks)) if ways.trials_left else NO_WAYS
+        verdict, way = self.judged(hooks=ways.hooks) if ways.trials_left else (Verdict.WRONG, None)
+        ways = ways.after(verdict, way, self.told.compared.get(self.call.kind))
         result = self.by_known_way(ways) if ways.known else NotImplemented
         if ways.known and result is NotImplemented:  # what the hooks of its children add may be what it did otherwise
             ways = ways._replace(hooks=True)
@@ -113,7 +115,8 @@ class WholeBatch:
         told = self.told
         if is_traced() or not told.leaves_something:  # a trace is taken back as a whole
             result, way = self.attempt(self.call.args, self.call.kwargs)
-            if way in ways.known:
+            if (found := ways.found(way)) is not None:
+                told.compared[self.call.kind] = found
                 return result
             if not is_traced():
                 self.was_in_vain = told.leaves_something = True  # until the next run tells
@@ -121,9 +124,10 @@ class WholeBatch:
         before = Undo([*modules_in(self.module)])
         with before.updates:
             result, way = self.attempt(self.call.args, self.call.kwargs)
-        if way not in ways.known:
+        if (found := ways.found(way)) is None:
             before.put_back()  # what it has counted, drawn and kept, as another forward follows
             return NotImplemented
+        told.compared[self.call.kind] = found
         told.leaves_something = before.has_changed()
         if told.leaves_something and self.was_in_vain:
             warn(
@@ -139,7 +143,6 @@ class WholeBatch:
         """
         module, recorder, dims = self.module, self.module._recorder, self.call.dims
         heard, batch = recorder.forward.notes.inputs_shared, recorder.forward.own_pass.batch
-        in_results = self.told.compared[self.call.kind].dims
         owners = Owners(batch, module, self.told.memo) if module._alone else None
         before, run = len(heard), Run(batch, recorder, owners)
         try:
@@ -156,15 +159,15 @@ class WholeBatch:
                     result = module._plain_forward(*args, **kwargs)
                 result = run.returned(result)
             if owners is not None and FOLDED in dims:
-                owners.refuse_others_places(result, in_results)
+                owners.refuse_others_places(result, self.told.compared[self.call.kind].dims)
         except Exception as error:
             if isinstance(error, NOT_OF_THE_FORWARD) or is_of_checkpoint(error):
                 raise
             del heard[before:]
             return None, None
-        if run.failed or run.leaves_something() or len(tensors_of(result)) != len(in_results):
+        if run.failed or run.leaves_something():
             return None, None
-        return result, (*run.way_gone(), *heard[before:])
+        return result, (len(tensors_of(result)), *run.way_gone(), *heard[before:])
 
     @cached_property
     def lent(self) -> dict[Slot, Tensor]:
