@@ -116,7 +116,7 @@ class Trial:
                 for hooks in sorted({needs_hooks, self.hooks}):  # they may add to what the forward returns
                     is_other = hooks != needs_hooks or self.plain.is_random
                     expected = self.plain(hooks=hooks) if is_other else self.expected
-                    dims = self._dims(mapped, expected)
+                    dims = self._dims(mapped, expected, hooks=hooks)
                     if dims is None or not self._agree(mapped, dims, expected):
                         continue
                     self._refuse_shared_numbers(mapped, dims)
@@ -306,10 +306,47 @@ class Trial:
         A table that all samples share, with B rows by chance, may change the results by less than rounding does, and be
         all that the rows of some parameter are made of.
         """
-        originals, trained = self.mapper.originals, self._trained()
-        if any(isinstance(parameter, Batched) or parameter.is_meta for parameter in originals.values()):
-            return True  # the module around compares them; nothing to tell by
+        if self._is_within_another():
+            return True
         _, _, wanted = self._of_samples(dims)
+
+        def ends(plain: list[Tensor]) -> list[Tensor]:
+            return [once_per_sample(x, dim, self.batch) for x, dim in zip(plain, dims, strict=False)]
+
+        pair = self._beside_plain(wanted, ends, hooks=hooks)
+        return pair is None or are_alike(*pair, self._size_of_arguments())
+
+    def _mean_or_sum(self, place: int, *, hooks: bool) -> list[int]:
+        """Which of both a result of zero is, as its derivatives tell; if they are zero as well, what was found before.
+
+        Then all rows are zero.
+        """
+        if self._is_within_another():
+            return []
+        mapped, inputs = self._mapped_again()
+        wanted = derivatives([mapped.tensors[place].sum()], [*self._trained(), *inputs])
+        pair = self._beside_plain(wanted, lambda plain: [plain[place]], hooks=hooks)
+        if pair is None:
+            return []
+        of_sum, given = pair
+        of_mean = [None if each is None else each / self.batch for each in of_sum]
+        fitting = [dim for dim, each in ((MEAN, of_mean), (SUM, of_sum)) if are_alike(each, given, 0.0)]
+        known = self.module._told.compared.get(self.mapper.call.kind)
+        before = [known.dims[place]] if known is not None and place < len(known.dims) else []
+        return [dim for dim in before if dim in fitting] or fitting[-1:]
+
+    def _is_within_another(self) -> bool:
+        """Whether a module around this one compares derivatives, or there are no numbers to compare."""
+        return any(isinstance(parameter, Batched) or parameter.is_meta for parameter in self.mapper.originals.values())
+
+    def _beside_plain(
+        self, wanted: list[Tensor | None] | None, ends: Callable[[list[Tensor]], list[Tensor]], *, hooks: bool
+    ) -> tuple[list[Tensor | None], list[Tensor | None]] | None:
+        """Derivatives of all samples, their rows added up, and those of the plain forward's `ends`.
+
+        `None` if the backward fails, as the user's will.
+        """
+        originals, trained = self.mapper.originals, self._trained()
         # torch counts frequencies in the whole batch, so that a gradient scaled by them is not the sum of the rows
         by_frequency = {id(p) for (m, _), p in originals.items() if getattr(m, "scale_grad_by_freq", False)}
         places = {id(parameter): place for place, parameter in enumerate(trained.values())}
@@ -318,25 +355,25 @@ class Trial:
             alone = {id(p): p.detach().requires_grad_(id(p) in places) for p in originals.values()}
         with swapped({place: alone[id(own)] for place, own in originals.items()}, self.module.modules()):
             plain, own_inputs = self.plain.with_graph(hooks=hooks)
-            given = derivatives(  # here, as a Function of the user's may run a part of the forward again for them
-                [once_per_sample(x, dim, self.batch) for x, dim in zip(plain, dims, strict=False)],
-                [*map(alone.__getitem__, compared), *own_inputs],
-            )
+            # here, as a Function of the user's may run a part of the forward again for them
+            given = derivatives(ends(plain), [*map(alone.__getitem__, compared), *own_inputs])
         if wanted is None or given is None:
-            return True  # nothing to tell by: the backward fails, as the user's will
+            return None
         rows, of_inputs = [wanted[place] for place in compared.values()], wanted[len(trained) :]
         sums = [None if each is None else as_factored(each).weighted_sum(each.new_ones(self.batch)) for each in rows]
-        return are_alike([*sums, *of_inputs], given, self._size_of_arguments())
+        return [*sums, *of_inputs], given
 
-    def _dims(self, mapped: Mapped, expected: list[Tensor]) -> tuple[int, ...] | None:
+    def _dims(self, mapped: Mapped, expected: list[Tensor], *, hooks: bool) -> tuple[int, ...] | None:
         """Where the samples stand in each result, by the plain result's shape; `None` if nothing tells."""
         if len(mapped.tensors) != len(expected):
             return None
-        dims = []
+        dims: list[int] = []
         for result, possible, plain in zip(mapped.tensors, mapped.possible_dims, expected, strict=True):
             first = possible[0]
             if first == MEAN:
                 fitting = [dim for dim in possible if are_near(moved(result, first, dim).detach(), plain.detach())]
+                if self.batch > 1 and len(fitting) == 2:
+                    fitting = self._mean_or_sum(len(dims), hooks=hooks)
                 if self.batch > 1 and (len(fitting) != 1 or (fitting == [MEAN] and self._may_be_of_no_sample(result))):
                     return None
                 dims.append(fitting[0] if fitting else MEAN)
