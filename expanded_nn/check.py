@@ -44,14 +44,15 @@ def check(model: nn.Module, *args: Any, loss: Callable[..., Any] | None = None, 
             rows is taken to hold one for each sample. If your batches may be as large as another dimension (the length
             of the sequences, the number of classes or prototypes), check that B as well.
         loss: A function `loss(model, *args, **kwargs)` of the model it is given, a copy, and of the arguments. It
-            returns the losses `(B,)`, or a scalar, their sum or mean as `per_sample(loss_reduction=...)` says.
+            returns the losses `(B,)`, or a scalar, their sum or mean as `per_sample(loss_reduction=...)` says, with
+            their graph: backward, clipping and the optimizer are left out.
         kwargs: The model's inputs by keyword.
 
     Returns:
         The findings; `print` shows them, and their `raise_for_problems()` raises an error if there are any.
 
     Raises:
-        PerSampleError: If the inputs hold fewer than 2 samples.
+        PerSampleError: If the inputs hold fewer than 2 samples, or `loss` calls backward itself.
         TypeError: If `model` is no model, or `loss` no function of one, or either does not take the arguments.
         Exception: Whatever the plain model, or the loss of it, raises on these inputs.
 

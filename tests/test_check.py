@@ -994,9 +994,27 @@ def test_a_function_that_returns_no_losses(returned: Callable[..., Any]) -> None
     assert "wanted the losses, (5,), or their sum or mean, ()" in str(report)
 
 
-def test_a_loss_that_leaves_the_model_alone() -> None:
-    report = enn.check(nn.Linear(4, 2), features(), loss=lambda m, x: x.sum(-1))
+@pytest.mark.parametrize("loss", [lambda m, x: x.sum(-1), lambda m, x: m(x).sum(-1).detach()])
+def test_a_loss_that_depends_on_no_parameter(loss: Callable[..., Any]) -> None:
+    report = enn.check(nn.Linear(4, 2), features(), loss=loss)
+    assert of_kind(report, "loss") == ["the loss"]
+    assert "depends on no parameter that requires gradients" in str(report)
+    report = enn.check(nn.Linear(4, 2).requires_grad_(False), features(), loss=loss)
+    assert report.ok
     assert any("no output depends on a parameter" in note for note in report.notes)
+
+
+def test_a_loss_that_is_a_whole_step() -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        losses = model(x).square().sum()
+        losses.backward()
+        enn.clip_grad_sample_norms_(model, 1.0)
+        return losses.detach()
+
+    model = nn.Linear(4, 2)
+    with pytest.raises(enn.PerSampleError, match=r"^the loss: it calls backward\(\)"):
+        enn.check(model, features(), loss=loss)
+    assert model.weight.grad is None
 
 
 def test_random_numbers_that_are_not_fixed() -> None:

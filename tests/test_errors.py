@@ -2578,6 +2578,18 @@ def checking_a_loss_that_returns_nothing() -> None:
     enn.check(nn.Linear(4, 4), torch.randn(SAMPLES, 4), loss=lambda *_: None).raise_for_problems()
 
 
+@refused(
+    r"^the loss: it calls backward\(\), which check does itself; wanted .*Leave backward\(\), the clipping and the opt"
+)
+def a_step_to_check() -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        losses = model(x).sum()
+        losses.backward()
+        return losses
+
+    enn.check(nn.Linear(4, 4), torch.randn(SAMPLES, 4), loss=loss)
+
+
 @refused(r"reason\(s\) not to trust(?s:.*)BatchNorm1d")
 def a_report_with_problems() -> None:
     enn.check(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), torch.randn(5, 4)).raise_for_problems()

@@ -126,11 +126,15 @@ class Check:
             return
         is_comparable = self.find_mixing()
         if not self.layout.total(self.outputs, self.reduction).requires_grad:
-            self.findings.notes.append("no output depends on a parameter that requires gradients.")
+            self.say_that_nothing_depends()
         elif expanded_outputs is not None and self.backward(expanded_outputs) and self.has_rows() and is_comparable:
             loop = Loop(self.plain, self.call, self.layout, is_random=self.is_random)
             self.compare_rows(loop)
             self.complain_of_rows()
+
+    def say_that_nothing_depends(self) -> None:
+        """Notes that there is nothing to compare."""
+        self.findings.notes.append("no output depends on a parameter that requires gradients.")
 
     def compare_rows(self, loop: Loop) -> None:
         """Compares the rows with the loop.
@@ -441,6 +445,14 @@ class StepCheck(Check):
             remedy = f'Say per_sample(loss_reduction="{reduced_by[0]}"), or return the {self.reduction}.'
             self.complain("loss", self.who, problem, f"the {self.reduction}", remedy)
         return bool(reduced_by)
+
+    def say_that_nothing_depends(self) -> None:
+        """A problem, unless the whole model is frozen: the gradients of training come from something else."""
+        if not any(parameter.requires_grad for parameter in self.plain.module.parameters()):
+            return super().say_that_nothing_depends()
+        problem = "what it returns depends on no parameter that requires gradients, so there is nothing to compare"
+        remedy = "Return the losses themselves, computed by the model it is given, without detach() and no_grad."
+        self.complain("loss", self.who, problem, "losses with their graph", remedy)
 
     def remedy_for_mixing(self, where: str) -> str:
         """In the loss another one than in the model."""

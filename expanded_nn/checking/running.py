@@ -24,6 +24,7 @@ from expanded_nn.common.batch import (
     tensors,
 )
 from expanded_nn.common.containers import is_packed, leaves_of, rebuilt
+from expanded_nn.common.meanwhile import meanwhile
 from expanded_nn.recording.recorder import Settings
 
 
@@ -47,7 +48,23 @@ class Step(nn.Module):
         self.model, self.loss = model, loss
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.loss(self.model, *args, **kwargs)
+        """The losses.
+
+        Raises:
+            PerSampleError: If their backward has run already.
+        """
+        parameters = [*self.model.parameters()]
+        with meanwhile(*parameters, grad=None):
+            try:
+                return self.loss(self.model, *args, **kwargs)
+            finally:
+                if any(parameter.grad is not None for parameter in parameters):
+                    raise complaint(
+                        self.shown_as,
+                        "it calls backward(), which check does itself",
+                        "the losses (B,), or their sum or mean, with their graph",
+                        "Leave backward(), the clipping and the optimizer out of it, and return what backward() is of.",
+                    )
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """Itself, and those of the model."""
