@@ -139,8 +139,8 @@ def _rows_to_clip(
             "grad_sample has the rows of torch.autograd.grad(..., create_graph=True), and those of the backward before "
             "it, which .grad is the sum of, are set aside",
             "the rows of one of them",
-            "Clip before that call. If its rows are meant, clear the gradients of the backward before it: "
-            "model.zero_grad().",
+            "Clip before that call. If its rows are meant, clear the gradients of the backward before it, by "
+            "model.zero_grad(), before that call.",
         )
     held = held_rows(parameters, adds=adds)
     refuse_gradients_without_rows("clip_grad_sample_norms_", parameters, recorders, adds=adds)

@@ -396,7 +396,7 @@ class PerSampleGrads(Mapping[str, Tensor]):
             TypeError: If it is no mapping to tensors.
         """
         refuse_emptiness("PerSampleGrads.matvec", self._rows)
-        remedy = "Give it as in {name: p.detach() for name, p in model.named_parameters()}."
+        remedy = "Give it as in {name: p.detach() for name, p in model.named_parameters() if name in grads}."
         refuse_no_tensors("PerSampleGrads.matvec", "vectors", vectors, "(*shape)", remedy)
         refuse_others("matvec", self._rows, vectors, 0)
         return added(_matvec(rows, vectors[name]) for name, rows in self._rows.items())

@@ -754,7 +754,7 @@ def test_a_row_that_is_repeated_for_as_many_heads_as_samples() -> None:
     module = Does(forward, heads=nn.Linear(D, 2 * B), table=nn.Embedding(T, T))
     around, call = Around(module, 2), Call((torch.randn(B, T, D),))
     model = on(around)
-    with pytest.warns(enn.PerSampleWarning, match="add over the samples"):
+    with pytest.warns(enn.PerSampleWarning, match="by add"):
         total_loss(model, call).backward()
     assert_close_rows(rows(model), loop(around, call, B))
 

@@ -187,6 +187,28 @@ def test_plain_models_take_it() -> None:
     assert not vars(texts)  # the note is on another tensor
 
 
+@pytest.mark.parametrize("in_forward", [True, False])
+def test_as_many_rows_as_samples_in_one_row(*, in_forward: bool) -> None:
+    """`unsqueeze(0)`, which a refusal tells to write, in the forward or by the user."""
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.image, self.text = nn.Linear(5, D), nn.Linear(5, D)
+
+        def forward(self, x: Tensor, texts: Tensor) -> Tensor:
+            of_texts = self.text(texts.unsqueeze(0) if in_forward else texts)
+            return (of_texts @ self.image(x).unsqueeze(-1)).squeeze(-1)
+
+    plain, x, texts = Both(), torch.randn(3, 5), torch.randn(3, 5)
+    model = enn.convert(plain).per_sample(loss_reduction="sum", escalate=False)
+    shared = enn.shared_by_all(texts if in_forward else texts.unsqueeze(0))
+    model(x, shared).sin().sum().backward()
+    names = [name for name, _ in plain.named_parameters()]
+    each = [torch.autograd.grad(plain(x[i : i + 1], shared).sin().sum(), [*plain.parameters()]) for i in range(3)]
+    assert_close_rows(rows_of(model), dict(zip(names, map(torch.stack, zip(*each, strict=True)), strict=True)))
+
+
 def test_all_arguments_are_shared() -> None:
     with pytest.raises(enn.PerSampleError, match="no argument is a tensor with a dimension"):
         enn.convert(nn.Linear(5, D)).per_sample()(enn.shared_by_all(torch.randn(3, 5)))

@@ -268,7 +268,7 @@ class Check:
             where, between = self.whole.before(index)
             if seed == 0:
                 problem = f"{between}two runs from the same random state differ"
-                remedy = "Draw from torch's generators, and keep no state from one call to the next."
+                remedy = "Draw from torch's generators, without generator=, and keep no state between calls."
                 self.complain("random", where, problem, "the same values", remedy)
                 return False
             self.is_random = True

@@ -218,8 +218,8 @@ def refuse_batched(tensor: Tensor) -> None:
     if is_batched(tensor):
         raise PerSampleError(
             "A vmapped backward (is_grads_batched=True, vectorize=True) reached a parameter in per-sample mode, so its "
-            "rows would be those of several backwards at once. Switch per_sample(False) for it, or call backward for "
-            "each gradient."
+            "rows would be those of several backwards at once. Switch per_sample(False) before the forward, or call "
+            "backward for each gradient."
         )
 
 

@@ -497,7 +497,7 @@ def _refuse_unconverted(model: nn.Module) -> None:
                 named(name, module),
                 "the module holds parameters but is a plain one",
                 "its expanded twin",
-                "Convert the model first: convert(model, inplace=True).",
+                "Convert the model, again if this is a new part of it: convert(model, inplace=True).",
             )
 
 

@@ -129,7 +129,8 @@ def _refuse_strange_rows(name: str, rows: object, parameter: Tensor) -> None:
         "Per-sample gradients",
         f"the grad_sample of {name} {found}",
         f"a tensor (B, *{tuple(parameter.shape)})",
-        "Leave it to the backward, or set it to None; several tensors go into one, torch.cat(rows).",
+        "Leave it to the backward, or clear it with .grad, model.zero_grad(); several tensors go into one, "
+        "torch.cat(rows).",
     )
 
 

@@ -40,7 +40,7 @@ import torch
 from torch import Tensor, nn
 
 from expanded_nn._errors import PerSampleError, complaint
-from expanded_nn.common.batch import batch_dim, is_shared_by_all
+from expanded_nn.common.batch import batch_dim, is_shared_by_all, tensors
 from expanded_nn.common.traced import assume, is_traced
 from expanded_nn.core.cost import is_symbol
 from expanded_nn.recording.expand import comes_from_rows
@@ -119,7 +119,7 @@ def checked(layer: Reader, x: Tensor, feature_dims: int, dim: int, argument: str
         _refuse_shared(layer, x, argument)
         return x
     if rows != 1:
-        raise _other_rows(layer, x, dim, argument)
+        raise _other_rows(layer, x, dim, argument, x.dim() - feature_dims)
     if _is_slice(layer, x):
         raise _slice_refusal(layer, x, argument)
     if holds_all_samples(layer, x):
@@ -143,7 +143,7 @@ def _refuse_shared(layer: Reader, x: Tensor, argument: str) -> None:
             f"{argument} of shape {tuple(x.shape)} is shared_by_all and has {layer.pass_batch_size} rows, as many as "
             "there are samples",
             "one row that all samples share",
-            f"Call the layer with {argument}.unsqueeze(0); or give it to a model whose forward calls the layer.",
+            f"Call the layer with shared_by_all({argument}.unsqueeze(0)); or give it to a model that calls the layer.",
         )
 
 
@@ -158,12 +158,13 @@ def _refuse_layout(layer: Reader, x: Tensor, argument: str) -> None:
     raise refusal(layer, f"{argument} is {kind}", "a dense one", f"Call it with {remedy}.")
 
 
-def _other_rows(layer: Reader, x: Tensor, dim: int, argument: str) -> PerSampleError:
+def _other_rows(layer: Reader, x: Tensor, dim: int, argument: str, first_feature: int) -> PerSampleError:
     batch, rows, guess, about = layer.pass_batch_size, x.shape[dim], "", "rows"
-    if x.dim() > 1 and dim < 2 and x.shape[1 - dim] == batch:
+    if dim < 2 and 1 - dim < first_feature and x.shape[1 - dim] == batch:
         about = ""
         second = "If the samples stand in dimension 1, say per_sample(batch_first=False). " if dim else ""
-        guess = f"If the samples stand in dimension {1 - dim}, give the layer, or per_sample, batch_first={dim == 1}. "
+        owner = "the layer" if hasattr(layer, "batch_first") else "per_sample"
+        guess = f"If the samples stand in dimension {1 - dim}, give {owner} batch_first={dim == 1}. "
         guess = second + guess
     elif rows < batch:
         guess = "Where only some samples take this way, run it for all and choose from its result, layer(x)[chosen]. "
@@ -324,6 +325,10 @@ def holds_all_samples(layer: Reader, x: Tensor) -> bool:
     if is_traced() or batch < 2 or forward is None or x.numel() == 0 or x.is_meta:
         return False
     batch_first = forward.recorder.settings.batch_first
+    shared: list[Any] = [argument for argument in tensors(forward.inputs) if is_shared_by_all(argument)]
+    wholes = [whole for argument in shared for whole in (argument, argument._base)]
+    if is_shared_by_all(x) or any(base is whole for whole in wholes if whole is not None):
+        return False
 
     def has_rows(whole: Tensor) -> bool:
         dim = batch_dim(whole.dim(), batch_first=batch_first)

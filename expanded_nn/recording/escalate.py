@@ -217,7 +217,8 @@ class _Attempts:
         add_note(
             self.refused,
             f"sample by sample it is not possible either: {error} Where samples have unequal numbers of rows, as of "
-            "images, call the model with each alone, and backward() after each: their rows append.",
+            "images, say per_sample(batch_size=1), call the model with each alone, and backward() after each: their "
+            "rows append.",
         )
         return self.refused
 

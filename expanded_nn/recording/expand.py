@@ -159,7 +159,7 @@ def leaves_of(weight: Tensor, recorder: RecorderLike | None = None) -> list[Tens
             "the weight was computed from the output of a model in per-sample mode, or from a gradient of its loss, so "
             "it mixes the samples",
             "a weight that no samples went into, or one for each sample, (B, *shape)",
-            "Compute it with per_sample(False).",
+            "Compute it with per_sample(False), from data that are no samples of this batch.",
         )
     return leaves_behind(weight.grad_fn)
 

@@ -137,8 +137,8 @@ class Forward:
                 "a sample in each row",
                 "Graphs side by side, which a batch vector tells apart, are not supported. Call it with one graph at a "
                 'time, per_sample(batch_size=1, loss_reduction="sum"), and backward() after each: their rows append. '
-                "Or fill them up to (B, nodes, features). If each row is a sample, and all share the graph, say so: "
-                "per_sample(batch_size=B).",
+                "Or fill them up to (B, nodes, features). If each row is a sample whose result depends on no other "
+                "row, say so: per_sample(batch_size=B).",
             )
 
     def finish(self, module: nn.Module, result: Any) -> None:
@@ -185,8 +185,8 @@ class Forward:
                     "the first tensor among its arguments has one row, so that there is one per-sample gradient, but "
                     f"the others have {count}, as its result has",
                     "the number of samples",
-                    f"Say it: per_sample(batch_size={count}), or per_sample(batch_size=1) if it is one sample; or put "
-                    "the samples' tensor first.",
+                    "Call the model with shared_by_all(x) for the first one, or put the samples' tensor first; or say "
+                    f"it: per_sample(batch_size={count}), or per_sample(batch_size=1) if it is one sample.",
                 )
             return
         is_other = bool(counts & set(map(self._rows_in, inputs)) - {1})
@@ -260,8 +260,7 @@ class Forward:
         return complaint(
             self.recorder.name_of(layer),
             f"its input is shared by all {self.own_pass.batch} samples, so its result has a copy for each of "
-            f"them where the plain result has one row, and the model indexes or reduces these ({operation} over the "
-            "samples)",
+            f"them where the plain result has one row, and the model indexes or reduces these (by {operation})",
             "the whole result",
             "Leave out the index [0], the mean over a dimension of one, or the len that follows; unsqueeze the input, "
             "not the result; or run the module around it sample by sample: alone(ItsClass) before convert.",

@@ -237,7 +237,8 @@ class Recorder:
                 self.name_of(module),
                 "no argument is a tensor with a dimension",
                 "a tensor with a dimension for the samples",
-                "Say how many samples there are: within one_pass(model, batch_size), or by per_sample(batch_size=...).",
+                "Say how many samples there are: within one_pass(model, batch_size), or by per_sample(batch_size=...). "
+                "A model with parameters of its own takes a tensor with a row per sample, not their number.",
             )
         if forward.is_one_pass:
             pass_ = self.passes.new(batch)

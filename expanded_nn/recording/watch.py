@@ -69,7 +69,7 @@ class Watch:
             f"the parameter belongs to {reason}, so its gradient is not per sample",
             "a converted layer, in per-sample mode",
             "Convert the model again after changing its layers: convert(model, inplace=True).per_sample(True). A "
-            "part that is to have no per-sample gradients says so: part.per_sample(False).",
+            "part that is to have no per-sample gradients says so: expanded_nn.per_sample(part, False).",
         )
 
     def _let_go(self) -> None:
@@ -117,7 +117,7 @@ def used_in_loss(name: str, parameter: Tensor, *, has_rows: bool) -> PerSampleEr
     """
     causes = [
         "If the loss has a penalty on the weights, take the optimizer's weight_decay in its place, or add the "
-        "penalty's gradient after the clipping.",
+        "penalty's gradient after the clipping, its backward() with per_sample(False).",
         f"If a sample's own loss needs the parameter, use it through {_by_expansion(parameter)}.",
         "If per_sample(True) came after the forward, call the model again.",
         "If this backward needs no per-sample gradients, switch per_sample(False) before its forward.",
@@ -131,8 +131,8 @@ def used_in_loss(name: str, parameter: Tensor, *, has_rows: bool) -> PerSampleEr
 def _by_expansion(parameter: Tensor) -> str:
     use = (
         "(weight), as in expanded_nn.functional.linear(x, expanded(weight))"
-        if parameter.dim()
-        else "(weight).view(-1, 1, ...), with as many dimensions as the tensor that it meets"
+        if parameter.dim() > 1
+        else f"(weight).view(-1, 1, ...{', C' * parameter.dim()}), with as many dimensions as the tensor that it meets"
     )
     return f"expanded_nn.expanded{use}, and in a method other than forward within one_pass(model, batch_size)"
 

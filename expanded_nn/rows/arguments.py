@@ -44,12 +44,13 @@ def refuse_emptiness(who: str, rows: Mapping[str, Tensor]) -> None:
 def refuse_others(method: str, rows: Mapping[str, Tensor], other: Mapping[str, Tensor], dims: int) -> None:
     """Raises if `other` is not of the same parameters; its tensors have `dims` dimensions before theirs."""
     if set(other) != set(rows):
+        lacking, more = (sorted(map(str, some)) for some in (set(rows) - set(other), set(other) - set(rows)))
         raise complaint(
             f"PerSampleGrads.{method}",
-            f"the names {sorted(map(str, set(other) ^ set(rows)))} are in one of the two only",
+            f"what it is given has not the names of the rows: it lacks {lacking} and has {more} besides",
             "one entry for each parameter that has per-sample gradients",
-            "Leave out what only one loss reaches: PerSampleGrads({name: grads[name] for name in names}), with the "
-            "names in both.",
+            "Leave out what is in one of the two only: {name: given[name] for name in grads}, or "
+            "PerSampleGrads({name: grads[name] for name in names}).",
         )
     for name, parameter_rows in rows.items():
         shape = other[name].shape

@@ -50,7 +50,7 @@ NOT_OF_THE_FORWARD = (torch.OutOfMemoryError, FirstEager, OnlyEager)
 # what to do with a parameter that is returned
 OF_PARAMETERS = (
     "For a parameter that is returned, write parameter.expand_as(a tensor that has one), or leave it out and use "
-    "expanded_nn.expanded(parameter) in the loss."
+    "expanded_nn.expanded(parameter) in the loss, by view(-1, 1, ...) with as many dimensions as what it meets there."
 )
 
 # in place of the samples' dimension in a result, which is a number that each sample has: their mean, or their sum
@@ -364,7 +364,10 @@ class Mapper:
             return f"Give it the tensors of the {type(holder).__name__} alone, in a dict or in a dataclass. "
         if self.call.batch == 1 and output.dim() > usual:
             number = f"per_sample(batch_size={output.shape[usual]})"
-            return f"The first tensor of the call has one row: if there are more samples, say how many, {number}. "
+            return (
+                "The first tensor of the call has one row: if all samples share it, call the model with "
+                f"shared_by_all(x), or say how many there are, {number}. "
+            )
         return "Give a tensor in place of a list with an entry for each sample. " * (self.call.batch in output.shape)
 
     def _is_outermost(self) -> bool:
@@ -406,8 +409,8 @@ class Mapper:
                 self.module,
                 f"its forward returns tensors inside of a {holders[0]}",
                 "tensors, or lists, tuples, dicts and dataclasses of them",
-                f"Return the tensors and make the {holders[0]} of them outside; or hold the parameter in a small "
-                "module of its own, so that this forward is not run sample by sample.",
+                f"Return the tensors and make the {holders[0]} of them outside, a parameter as parameter.expand_as(x); "
+                "or hold the parameter in a small module that returns that, so that this forward runs as it is.",
             )
 
     def _refuse_differences(self, returned: Sequence[Any]) -> None:

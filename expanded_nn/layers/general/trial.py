@@ -188,7 +188,8 @@ class Trial:
                     self.module,
                     "its forward returns a number that depends on parameters alone, and not on the samples",
                     "one number for each sample, as the loss may use it for each in another way",
-                    f"Return number.expand(len(x)). {OF_PARAMETERS}",
+                    "Return it with a row for each sample and as many dimensions as what it meets, "
+                    f"number.view(1, 1).expand(len(x), 1) for (B, C). {OF_PARAMETERS}",
                 )
 
     def _changes_with_samples(self, place: int) -> bool:
