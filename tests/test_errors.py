@@ -1950,7 +1950,7 @@ def samples_in_another_dimension() -> None:
 
 
 @refused(
-    r"^Feed: rows that a layer gives, \(3, 4\), meet as many positions of each of the 3 samples, \(3, 3, 4\) "
+    r"^Feed: rows that a layer, or expanded.weight., gives, \(3, 4\), meet as many positions of each of the 3 samp.* "
     r"\(add, line \d+ of .*input.unsqueeze\(0\)"
 )
 def positions_in_the_samples_place() -> None:

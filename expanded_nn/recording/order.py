@@ -162,12 +162,14 @@ class Order(FunctionMode):
             if meets and comes_from_rows(few):
                 raise complaint(
                     self.recorder.name_of(self.recorder.forward.module),
-                    f"rows that a layer gives, {tuple(few.shape)}, meet as many positions of each of the {batch} "
-                    f"samples, {tuple(many.shape)} ({func.__name__}{callers.place(callers.line_of_user())}): they may "
+                    f"rows that a layer, or expanded(weight), gives, {tuple(few.shape)}, meet as many positions of "
+                    f"each of the {batch} samples, {tuple(many.shape)} "
+                    f"({func.__name__}{callers.place(callers.line_of_user())}): they may "
                     "be samples, which mix then, or positions that all samples share",
                     "rows that are one or the other",
-                    "Call that layer with input.unsqueeze(0) for what all samples share; do what mixes samples outside "
-                    "of the model.",
+                    "For what all samples share call that layer with input.unsqueeze(0), or the model with "
+                    "shared_by_all(x); give a weight as many dimensions, expanded(weight).unsqueeze(1); do what mixes "
+                    "samples outside of the model.",
                     refused_by=self,  # which layer's rows they are is not known
                 )
 
