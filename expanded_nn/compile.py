@@ -217,16 +217,12 @@ class Graphs:
                 if graph is not None:
                     return self._run(last.family, graph, call)
             key = call.key, self.step_values.key(call.objects), of_surroundings()
-        except OnlyEager as reason:
-            self._warn_of_eager(str(reason))
-            return self.step(*args, **kwargs)
-        met = self.met
-        if not met.has_run:
-            return self._run_eagerly(call, key)
-        seen, self.last = self.step_values.looks[-1].seen, None
-        seen.note_fact(of_surroundings)
-        of_values = met.modules, met.others, met.leaves, met.recorders, self.step_values.referred
-        try:
+            met = self.met
+            if not met.has_run:
+                return self._run_eagerly(call, key)
+            seen, self.last = self.step_values.looks[-1].seen, None
+            seen.note_fact(of_surroundings)
+            of_values = met.modules, met.others, met.leaves, met.recorders, self.step_values.referred
             kind = *key, of_models(*of_values, seen)
         except OnlyEager as reason:
             self._warn_of_eager(str(reason))
@@ -234,8 +230,9 @@ class Graphs:
         seen.close()
         family = self.families.get(kind)
         if family is None:
-            if len(self.families) >= MOST_KINDS:
-                self._drop_idle_families()
+            if len(self.families) >= MOST_KINDS:  # those that came once are let go of: what they hold may be a batch
+                self.families = {key: one for key, one in self.families.items() if one.graphs or one.is_eager}
+                self._warn_of_kinds()
                 if not self.met.has_run:
                     return self._run_eagerly(call, key)
             if not self.families:
@@ -283,17 +280,12 @@ class Graphs:
                 self._give_up(family, difference)
             elif otherwise is None:  # it changes no list or dict any more
                 self.step_values.changing.clear()
-        if otherwise is not None:
-            self._note_otherwise(family, otherwise)
-        return result
-
-    def _note_otherwise(self, family: Family, otherwise: str) -> None:
-        """Notes that an assumption of a graph did not hold."""
-        if family.is_thorough:
+        if otherwise is not None and family.is_thorough:
             self._fault(family, otherwise)
-        else:
+        elif otherwise is not None:
             family.is_thorough = True
             family.drop_graphs()
+        return result
 
     def _run_eagerly(self, call: Call, key: Key | None = None, *, compares: bool = False) -> Any:
         """Runs the step eagerly, and notes which models take part.
@@ -453,11 +445,6 @@ class Graphs:
         family.is_eager = True
         family.drop_graphs()
         self._warn_of_eager(reason)
-
-    def _drop_idle_families(self) -> None:
-        """Lets go of the kinds that came once: what they hold may be a batch."""
-        self.families = {kind: family for kind, family in self.families.items() if family.graphs or family.is_eager}
-        self._warn_of_kinds()
 
     def _warn_of_kinds(self) -> None:
         self._warn_of_eager(
