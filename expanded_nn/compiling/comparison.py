@@ -61,8 +61,10 @@ class Comparison:
                 self.differ(name)
             elif not isinstance(found, FactoredTensor) and not isinstance(wanted, FactoredTensor):
                 self.pairs.setdefault(group, []).append((name, found, wanted))
-            else:
-                self.add_rows(name, found, wanted)
+            elif found.shape[0]:  # of rows a weighted sum, for which they need not be dense
+                weights = torch.linspace(0.5, 1.5, found.shape[0], dtype=found.dtype, device=found.device)
+                sums = [snapshot(rows.detach()).weighted_sum(weights) for rows in (found, wanted)]
+                self.pairs.setdefault("rows", []).append((name, sums[0], sums[1]))
         elif has_items(found) and has_items(wanted):
             items, wanted_items = items_of(found), items_of(wanted)
             if items.keys() != wanted_items.keys():
@@ -77,15 +79,6 @@ class Comparison:
             self.differ(name)
         elif has_numbers(found) and type(found) is type(wanted) and bytes_of(found) != bytes_of(wanted):
             self.differ(name, "return a tensor, or make the array after the call")
-
-    def add_rows(self, name: str, found: Tensor, wanted: Tensor) -> None:
-        """Adds per-sample gradients: a weighted sum of each, for which rows need not be dense."""
-        if found.shape != wanted.shape:
-            self.differ(name)
-        elif found.shape[0]:
-            weights = torch.linspace(0.5, 1.5, found.shape[0], dtype=found.dtype, device=found.device)
-            sums = [snapshot(rows.detach()).weighted_sum(weights) for rows in (found, wanted)]
-            self.pairs.setdefault("rows", []).append((name, sums[0], sums[1]))
 
     def first_difference(self) -> str | None:
         """The first difference beyond rounding."""
