@@ -81,6 +81,29 @@ def another_argument(model: nn.Module, x: Tensor, y: Tensor) -> Any:
         y.zero_()
 
 
+def more_rows(model: nn.Module, x: Tensor, y: Tensor) -> Any:
+    F.cross_entropy(model(x), y).backward()
+    if has_values(x):
+        F.cross_entropy(model(2 * x), y).backward()
+
+
+def fewer_rows(model: nn.Module, x: Tensor, y: Tensor) -> Any:
+    F.cross_entropy(model(x), y).backward()
+    if not has_values(x):
+        F.cross_entropy(model(2 * x), y).backward()
+
+
+def rows_of_other_parameters(model: Any, x: Tensor, y: Tensor) -> Any:
+    F.cross_entropy(model(x), y).backward()
+    (model(x) if has_values(x) else model[0](x)).sum().backward()
+
+
+def one_attribute_fewer(model: Any, x: Tensor, y: Tensor) -> Any:
+    F.cross_entropy(model(x), y).backward()
+    if not has_values(x):
+        del model.mean
+
+
 STEPS: dict[Callable[..., Any], str] = {
     another_loss: "another returned value than",
     another_gradient: r"another \.grad of 0\.weight than",
@@ -93,6 +116,10 @@ STEPS: dict[Callable[..., Any], str] = {
     frozen: r"another requires_grad of 0\.bias than",
     another_number: "another returned value than",
     another_argument: r"another tensor of shape \(4,\), which the step changes",
+    more_rows: "another number of rows than",
+    fewer_rows: "another number of rows than",
+    rows_of_other_parameters: "another number of rows than",
+    one_attribute_fewer: "another attribute mean than",
 }
 
 
@@ -229,6 +256,7 @@ def test_what_is_not_finite_and_what_are_no_floats() -> None:
     assert difference(torch.tensor([1.0, nan, -inf, -inf]), wanted) is not None
     assert difference(torch.tensor([1.0, nan, nan, -inf]), wanted) is not None
     assert difference(torch.tensor([2.0, nan, inf, -inf]), wanted) is not None
+    assert difference(torch.tensor([nan, nan, inf, -inf]), wanted) is not None
     whole = torch.arange(1000)
     assert difference(whole.clone(), whole) is None
     assert difference(whole.index_fill(0, torch.tensor([3]), 0), whole) is not None
