@@ -1212,3 +1212,17 @@ def test_where_torchs_layer_norm_is_wrong(reduced: bool) -> None:
     report = enn.check(wrong, torch.randn(5, 4))
     assert of_kind(report, "rows")
     assert "third derivative" not in str(report)
+
+
+def test_arguments_that_all_samples_share() -> None:
+    """A vector, and a matrix whose second dimension is as large as the batch."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor, scale: Tensor, basis: Tensor) -> Any:
+            return self.layer(x * scale + basis.sum(1))
+
+    assert enn.check(Scaled(), torch.randn(5, 3), torch.randn(3), torch.randn(3, 5)).ok

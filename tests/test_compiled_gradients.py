@@ -470,3 +470,21 @@ def test_factors_that_are_not_finite_are_refused_in_a_graph() -> None:
     assert len(graphs(step)) == 1
     with pytest.raises(enn.PerSampleError, match=r"max_norm returned inf or NaN for the rows \[2\] of grad_sample"):
         step(x, y, torch.tensor([1.0, 1.0, torch.nan, 1.0]))
+
+
+def test_a_gradient_that_the_step_makes_where_there_is_none() -> None:
+    """The trace leaves none behind, at which the eager step after it would find one."""
+    model, own = enn.convert(perceptron()).per_sample(), nn.Parameter(torch.ones(3))
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        if own.grad is None:
+            own.grad = torch.zeros(3)
+        F.cross_entropy(model(x), y).backward()
+        return own.grad + 1
+
+    compiled = enn.compile(step, backend="eager")
+    for x, y in samples(4, 4, 4, 4):
+        own.grad = None
+        model.zero_grad()
+        assert_same(compiled(x, y), torch.ones(3))
+        assert_same(own.grad, torch.zeros(3))

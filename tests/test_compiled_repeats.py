@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
 import expanded_nn as enn
+from expanded_nn.compiling.families import Family
 from expanded_nn.compiling.kinds import Call
 from expanded_nn.compiling.seen import Seen
 from test_compiled_step import assert_same, graphs, outcome, samples, small
@@ -407,3 +408,8 @@ def test_a_mode_that_is_switched_on_before_the_trace(changed: str) -> None:
             results.append([run(x, y), *(p.grad for p in own.parameters()), *(p.grad_sample for p in own.parameters())])
     assert not any(isinstance(left, FakeTensor) for left in results[0])
     assert_same(*results)
+
+
+def test_how_often_the_samples_are_compared_again() -> None:
+    family = Family()
+    assert [run for run in range(1, 70) if family.count_run()] == [8, 16, 32, 64]
