@@ -7,7 +7,7 @@ of modules is taken back afterwards.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, field
@@ -98,10 +98,10 @@ def trace(
     recorders: Sequence[Recorder],
     others: list[Tensor],  # of no module that it calls, but it looks at their gradients; more are added
     *,
-    thorough: bool = False,
-    states: Grads | None = None,  # of the gradients before the call; the step may ask for them
-    generators: Sequence[Any] = (),  # of random numbers, that the step refers to
-    referred: Sequence[nn.Module] = (),  # that it refers to and does not call
+    thorough: bool,
+    states: Grads | None,  # of the gradients before the call; the step may ask for them
+    generators: Sequence[Any],  # of random numbers, that the step refers to
+    referred: Sequence[nn.Module],  # that it refers to and does not call
 ) -> Traced:
     """Runs a step on tensors without values.
 
@@ -166,7 +166,9 @@ def trace(
         others += trained
         raise FirstEager("it trains a tensor that belongs to no module that it calls")
     examples = [*fakes, *(sizes.without_values(constant.detach()) for constant in constants)]
-    inputs = Inputs(leaves, [*former.inputs], _places_of(constants, [*_dicts_of([*modules, *referred]), *dicts]))
+    holders = [*modules, *referred]
+    dicts += [values for module in holders for values in (vars(module), module._buffers, module._parameters)]
+    inputs = Inputs(leaves, [*former.inputs], _places_of(constants, dicts))
     return Traced(
         graph, inputs, examples, body.outcome, body.ops.draws, sizes.env, body.readings.len_lines, body.ops.line_of_kept
     )
@@ -295,12 +297,6 @@ class _Body:
         remake = packed(self.call.arguments, parts, self.call.by_id)
         numbers = {id(tensor): number for number, tensor in enumerate(self.call.tensors)}
         return remake([tensors[numbers[id(part)]] for part in parts])
-
-
-def _dicts_of(modules: Iterable[nn.Module]) -> Iterator[dict[str, Any]]:
-    """The dicts in which modules have tensors."""
-    for module in modules:
-        yield from (vars(module), module._buffers, module._parameters)
 
 
 def _places_of(tensors: Sequence[Tensor], dicts: Sequence[dict[str, Any]]) -> list[Place]:
@@ -449,21 +445,19 @@ def _refuse_missing_backward(parts: Sequence[Any], recorders: Sequence[Recorder]
 def _lifted(graph: fx.GraphModule) -> list[Tensor]:
     """Turns the tensors that a graph has as attributes into its last inputs, and returns them."""
     constants: dict[int, tuple[Tensor, fx.Node]] = {}
-    last = [node for node in graph.graph.nodes if node.op == "placeholder"][-1:]
+    first = next(node for node in graph.graph.nodes if node.op != "placeholder")
     for node in list(graph.graph.nodes):
         if node.op != "get_attr" or not isinstance(value := getattr(graph, node.target), Tensor):
             continue
         if id(value) not in constants:
-            with graph.graph.inserting_after(last[0]) if last else graph.graph.inserting_before():
+            with graph.graph.inserting_before(first):
                 placeholder = graph.graph.placeholder(f"constant_{len(constants)}")
             placeholder.meta = dict(node.meta)
-            last = [placeholder]
             constants[id(value)] = value, placeholder
         node.replace_all_uses_with(constants[id(value)][1])
-        graph.graph.erase_node(node)
+    graph.graph.eliminate_dead_code()
     for values in (vars(graph), graph._parameters, graph._buffers):
         for name in [name for name, value in values.items() if isinstance(value, Tensor)]:
             del values[name]
-    graph.graph.eliminate_dead_code()
     graph.recompile()
     return [value for value, _ in constants.values()]
