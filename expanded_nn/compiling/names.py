@@ -131,8 +131,7 @@ class Referred:
             if isinstance(step, partial):
                 for value in (*step.args, *step.keywords.values()):
                     self._follow(value)
-            inner = step.func if isinstance(step, partial) else getattr(step, "__func__", None)
-            step = inner or getattr(step, "__wrapped__", None)
+            step = step.func if isinstance(step, partial) else getattr(step, "__func__", None)
         self._read_all()
 
     def add(self, value: Any) -> None:
@@ -190,8 +189,6 @@ class Referred:
                 hook for registries in of_parameters for registry in registries for hook in (registry or {}).values()
             ]
             self.hooks |= {id(hook): hook for hook in hooks if not is_ours(type(hook))}
-        for hook in self.hooks.values():
-            self._follow(hook)
         self._read_all()
 
     def _read_all(self) -> None:
