@@ -30,7 +30,7 @@ class Called:
     def __enter__(self) -> Called:
         former: Any = sys.gettrace()
         # a tracer in C, as that of coverage, takes its place again when it is called
-        is_in_c = former is not None and not hasattr(former, "__code__") and not hasattr(former, "__func__")
+        is_in_c = former is not None and not hasattr(former, "__code__")
         profiles = is_in_c and sys.getprofile() is None
         self._get: Callable[[], Any] = sys.getprofile if profiles else sys.gettrace
         self._set: Callable[[Any], None] = sys.setprofile if profiles else sys.settrace
