@@ -193,19 +193,17 @@ def _are_other_things(old: Any, new: Any) -> bool:
     """Whether two values of one type are others, whatever they hold: functions, modules, arrays, dates."""
     if isinstance(new, FunctionType):
         return old.__code__ is not new.__code__
-    if isinstance(new, MethodType | nn.Module | type | ModuleType):
+    if isinstance(new, MethodType | nn.Module | type | ModuleType | set | frozenset):
         return bool(old != new)
     if has_numbers(new):
         return bytes_of(old) != bytes_of(new)
     compares: Any = type(new).__eq__
     is_value = not has_items(new) and not hasattr(new, "__dict__") and compares is not object.__eq__
-    return is_value and not isinstance(new, set | frozenset) and bool(old != new)
+    return is_value and bool(old != new)
 
 
 def _items_held(value: Any) -> dict[Any, Any]:
     """What a container holds, or the attributes of another object."""
-    if isinstance(value, set | frozenset):
-        return dict.fromkeys(value)
     return items_of(value) if has_items(value) else getattr(value, "__dict__", {})
 
 
