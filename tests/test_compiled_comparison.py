@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -289,4 +290,36 @@ def test_rows_of_another_backward(first: bool) -> None:
                 run(*batch)
             norms.append(enn.clip_grad_sample_norms_(model, 1.0))
         torch.testing.assert_close(*norms)
+    assert not graphs(compiled)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        ([].append, {}.get),
+        (nn.Linear(2, 2).extra_repr, nn.Linear(2, 3).extra_repr),
+        (nn.Tanh(), nn.Tanh()),
+        (nn.Tanh, nn.ReLU),
+        ({1}, {2}),
+        (frozenset({1}), frozenset({2})),
+        (len, max),
+        (samples, perceptron),
+    ],
+    ids=["methods_in_C", "methods", "modules", "classes", "sets", "frozen_sets", "functions_in_C", "functions"],
+)
+def test_what_the_step_exchanges(values: tuple[Any, Any]) -> None:
+    """The graph does not, which is seen when it is compared."""
+    model, place = enn.convert(perceptron()).per_sample(), SimpleNamespace(now=values[0], then=values[1])
+
+    def step(x: Tensor, y: Tensor) -> None:
+        place.now, place.then = place.then, place.now
+        F.cross_entropy(model(x), y).backward()
+
+    compiled = enn.compile(step, backend="eager")
+    for number, batch in enumerate(samples(4, 4, 4, 4, 4, 4)):
+        model.zero_grad()
+        warns = pytest.warns(enn.PerSampleWarning, match="its graph leaves another value of (now|then) than")
+        with warns if number == 1 else nullcontext():
+            compiled(*batch)
+        assert place.now is values[(number + 1) % 2]
     assert not graphs(compiled)

@@ -1487,3 +1487,43 @@ def test_numbers_that_the_model_reads_in_other_ways(kind: str, monkeypatch: pyte
                 scale_key(model.scales) if kind == "item" else halve_global(None)  # type: ignore[arg-type]
             assert_same_results(model, compiled, step, x, y)
     assert len(graphs(compiled)) == 2
+
+
+@pytest.mark.parametrize(
+    "of_call",
+    [
+        lambda settings, find: settings["scale"] * settings[0],
+        lambda settings, find: settings["scale"] * find(KEY_OF_ITEM),
+    ],
+    ids=["a key that is a number", "the bound method of a dict"],
+)
+def test_an_item_beside_a_named_one(of_call: Callable[..., float]) -> None:
+    settings: dict[Any, float] = {"scale": 1.0, 0: 1.0, KEY_OF_ITEM: 1.0}
+    model, find = enn.convert(small()).per_sample(), settings.get
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        F.cross_entropy(model(x), y).backward()
+        return x.sum() * of_call(settings, find)
+
+    compiled = enn.compile(step, backend="eager")
+    for number, (x, y) in enumerate(samples(4, 4, 4, 4, 4)):
+        settings[0] = settings[KEY_OF_ITEM] = 1.0 + number // 3
+        assert_same_results(model, compiled, step, x, y)
+    assert graphs(compiled)
+
+
+KEY_OF_ITEM = "".join(["li", "mit"])  # no function has it as a constant
+
+
+def test_a_step_without_arguments() -> None:
+    model, (x, y) = enn.convert(small()).per_sample(), samples(4)[0]
+
+    def step() -> Tensor:
+        F.cross_entropy(model(x), y).backward()
+        return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+    compiled = enn.compile(step, backend="eager")
+    for _ in range(4):
+        x.mul_(1.5)
+        assert_same_results(model, compiled, step)
+    assert len(graphs(compiled)) == 1
