@@ -304,8 +304,19 @@ def test_rows_of_another_backward(first: bool) -> None:
         (frozenset({1}), frozenset({2})),
         (len, max),
         (samples, perceptron),
+        (torch.nn.functional, torch.linalg),
     ],
-    ids=["methods_in_C", "methods", "modules", "classes", "sets", "frozen_sets", "functions_in_C", "functions"],
+    ids=[
+        "methods_in_C",
+        "methods",
+        "modules",
+        "classes",
+        "sets",
+        "frozen_sets",
+        "functions_in_C",
+        "functions",
+        "Python's",
+    ],
 )
 def test_what_the_step_exchanges(values: tuple[Any, Any]) -> None:
     """The graph does not, which is seen when it is compared."""

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from inspect import unwrap
 from itertools import islice, product
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor, device, dtype, nn, strided
@@ -102,12 +103,12 @@ def contents(
 ) -> Iterator[Any]:
     """What is inside containers and plain objects, to some depth; an object that is met again is not opened twice.
 
-    Objects of the classes `closed` are not opened.
+    Objects of the classes `closed` are not opened, nor are Python's modules.
     """
     depths = {} if _depths is None else _depths  # id -> depth
     for leaf in tree_leaves(value):
         yield leaf
-        is_object = hasattr(leaf, "__dict__") and not isinstance(leaf, (Tensor, nn.Module, type, *closed))
+        is_object = hasattr(leaf, "__dict__") and not isinstance(leaf, (Tensor, nn.Module, type, ModuleType, *closed))
         if is_object and depths.get(id(leaf), 0) < depth:
             depths[id(leaf)] = depth
             yield from contents(list(vars(leaf).values()), depth - 1, depths, closed=closed)
