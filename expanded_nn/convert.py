@@ -142,8 +142,8 @@ def _copied(model: Model) -> Model:
         ]
         reason = str(error)
         if computed:
-            reason = f"{', '.join(computed)} was computed, as by the hooks of torch.nn.utils.weight_norm and prune, in "
-            reason += "place of which torch.nn.utils.parametrizations can be copied"
+            reason = f"{', '.join(computed)} was computed: by hooks of torch.nn.utils.weight_norm and prune, in place "
+            reason += "of which torch.nn.utils.parametrizations can be copied; or in a forward: then set it to None"
         raise ConversionError(
             f"{type(model).__name__} cannot be copied ({reason}). Convert it in place: convert(model, inplace=True)."
         ) from error

@@ -156,7 +156,7 @@ class ProjectionStore:
                 "one opened for writing",
                 "Open it with the model: ProjectionStore(folder, projection, model).",
             )
-        refuse_no_rows("ProjectionStore.add", "grads", grads)
+        refuse_no_rows("ProjectionStore.add(ids, grads)", "grads", grads)
         shapes = {name: list(rows.shape[1:]) for name, rows in grads.items()}
         settings = self._part.settings
         self._refuse_other_settings(settings, settings | {"parameters": _trainable(self._model) | shapes})

@@ -305,7 +305,8 @@ class Check:
             shapes = [[tuple(output.shape) for output in outputs] for outputs in (self.outputs, alone[0])]
             problem = f"its outputs have the shapes {shapes[0]} for the batch and {shapes[1]} for a sample alone"
             wanted = f"one dimension {self.call.batch} times as large in output {unclear}"
-            self.complain("mixing", self.who, problem, wanted, "Keep the samples apart, in one dimension.")
+            remedy = "Keep the samples apart, in one dimension; give shared_by_all(x) for what all samples share."
+            self.complain("mixing", self.who, problem, wanted, remedy)
             return False
         left_out = [str(tuple(x.shape)) for x, axis in zip(self.outputs, self.layout.axes, strict=True) if not axis]
         if len(left_out) == len(self.outputs):

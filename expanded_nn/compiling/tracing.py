@@ -438,7 +438,7 @@ def _refuse_missing_backward(parts: Sequence[Any], recorders: Sequence[Recorder]
             "enn.compile",
             "the step returns a tensor that requires gradients, and has called no backward",
             "a step that calls backward itself",
-            "Call loss.backward() within the step, or return result.detach().",
+            "Call loss.backward() within the step; where it is not to train, return result.detach().",
         )
 
 

@@ -153,7 +153,8 @@ def _refuse_layout(layer: Reader, x: Tensor, argument: str) -> None:
         return
     remedy = f"{argument}.to_dense()"
     if x.is_nested:
-        remedy = f"torch.nested.to_padded_tensor({argument}, 0.0), or with layout=torch.jagged"
+        remedy = f"torch.nested.to_padded_tensor({argument}, 0.0), with a loss that leaves the padding out, "
+        remedy += "or with layout=torch.jagged"
     kind = "a nested tensor" if x.is_nested else f"a tensor of layout {x.layout}"
     raise refusal(layer, f"{argument} is {kind}", "a dense one", f"Call it with {remedy}.")
 
