@@ -888,7 +888,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
         return_a_distribution,
         r"part \(Own\): .*returns tensors inside of a Normal.*Return the tensors",
     ),
-    "object": (return_an_object, r"part \(Own\): .*returns tensors inside of a Box; .*small module of its own"),
+    "object": (return_an_object, r"part \(Own\): .*returns tensors inside of a Box; .*small module that returns"),
 }
 
 

@@ -225,14 +225,13 @@ class General(Expanded):
 
     def _sample_by_sample(self, call: Called) -> Any:
         """What the forward gives each sample alone; the first call of a kind is compared with the plain forward."""
-        mapper = self._mapper(call)
+        mapper, told, known = self._mapper(call), self._told, self._told.compared
         if call.batch == 0:
             return mapper.without_samples()
         # another value may lead the forward another way, or tell that rows are another sample's: compared at each call
-        by_values = self.goes_in_a_loop() or FOLDED in call.dims or call.kind in self._told.failed
-        known = self._told.compared
+        by_values = self.goes_in_a_loop() or FOLDED in call.dims or call.kind in told.failed
         is_known = call.kind in known and not (by_values or known[call.kind].reduces)
-        is_known = is_known and not self._told.lacks_derivatives(call)
+        is_known = is_known and not told.lacks_derivatives(call)
         if by_values:
             how = (
                 "with several rows of each in an argument"
@@ -244,7 +243,7 @@ class General(Expanded):
         if not mapper.guests and not is_known:
             wait_for_values("a module of the general rule is compared with its plain forward first")
         trial = None if mapper.guests or is_known else Trial(mapper)
-        before = Undo([*modules_in(self)]) if is_known and not is_traced() else None
+        before = Undo([*modules_in(self)]) if is_known and told.leaves_something and not is_traced() else None
         with trial.by_samples() if trial else before.updates if before else nullcontext():
             mapped = mapper(call.leaves, thorough=trial is not None)
         if mapper.guests:
@@ -252,8 +251,11 @@ class General(Expanded):
         if trial is None and not known[call.kind].fits(mapped):  # another way through the forward
             if before is not None:
                 before.put_back()
+            told.leaves_something = True  # until the next run tells
             del known[call.kind]
             return self._sample_by_sample(call)
+        if before is not None:
+            told.leaves_something = before.has_changed()
         if trial is not None:
             with self._unnoticed():
                 trial.told(mapped)

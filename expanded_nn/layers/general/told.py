@@ -74,7 +74,7 @@ class Told:
     ways: dict[Any, Ways] = field(default_factory=dict)  # how its forward may run on the whole batch
     needs_hooks: bool = False  # whether its forward needs what hooks of modules within it collect
     memo: Memo = field(default_factory=Memo)  # whose folded rows are
-    leaves_something: bool = True  # whether the last forward on the whole batch has, which is undone if that is in vain
+    leaves_something: bool = True  # whether the last forward has, which is undone if that was in vain
     turn: int = -1  # how many calls were counted, less 1: at every 32nd one sample is compared alone
     shared: set[tuple[int, int]] = field(default_factory=set)  # (how many arguments, place) of those once shared
     failed: set[Any] = field(default_factory=set)  # the kinds of which a comparison has failed: no way is trusted again
