@@ -424,7 +424,7 @@ def test_the_first_row_of_what_all_samples_share_is_refused(
     """It has the samples first, also where they stand second in the model's input."""
     module = Shifted(layer(*sizes), shared, lambda out: out[0])
     model = enn.convert(module).per_sample(batch_first=batch_first, escalate=False)
-    with pytest.raises(enn.PerSampleError, match=r"^layer .*shared by all 3 samples.*\(select over the samples\)"):
+    with pytest.raises(enn.PerSampleError, match=r"^layer .*shared by all 3 samples.*\(by select\)"):
         model(torch.randn((3, 5, 4) if batch_first else (5, 3, 4)))
 
 
@@ -526,7 +526,7 @@ def test_what_a_layer_makes_of_copies_are_copies() -> None:
         def forward(self, x: Tensor) -> Tensor:  # (B, 5, 4)
             return self.out(x + self.layer(self.table(torch.arange(5))).softmax(0)).mean(1)  # type: ignore[no-any-return]
 
-    with pytest.raises(enn.PerSampleError, match=r"table \(Embedding\): its input is shared .*\(softmax over the samp"):
+    with pytest.raises(enn.PerSampleError, match=r"table \(Embedding\): its input is shared .*\(by softmax"):
         enn.convert(Model()).per_sample(escalate=False)(torch.randn(3, 5, 4))
 
 
@@ -687,7 +687,7 @@ WEIGHTS = {"attention_weights": (attention, lambda layer, x: layer(x, x[:, :4], 
 def test_the_first_row_of_several_results_is_refused(layer: Callable[[], nn.Module], use: Callable[..., Any]) -> None:
     """It would be the first sample's copy."""
     model = enn.convert(Several(layer(), lambda layer, x: use(layer, x)[0])).per_sample(escalate=False)
-    with pytest.raises(enn.PerSampleError, match=r"^layer .*shared by all 3 samples.*\(select over the samples\)"):
+    with pytest.raises(enn.PerSampleError, match=r"^layer .*shared by all 3 samples.*\(by select\)"):
         model(torch.randn(3, 5, 4))
 
 

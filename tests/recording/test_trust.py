@@ -1040,18 +1040,14 @@ BEHIND_ONE: dict[str, tuple[nn.Module, Any]] = {
 def test_samples_behind_a_dimension_of_one(layer: nn.Module, before: Any, last: nn.Module) -> None:
     """Right, as the module goes sample by sample: B copies of B positions would be taken for the samples."""
     module = Between(layer, before, lambda y: y.squeeze(0), last).double()
-    with pytest.warns(
-        enn.PerSampleWarning, match=r"indexes or reduces these \(squeeze over the samples\)|numbers of all 3 samples"
-    ):
+    with pytest.warns(enn.PerSampleWarning, match=r"indexes or reduces these \(by squeeze\)|numbers of all 3 samples"):
         right(on(module), module, forward, values(B, D))
 
 
 @pytest.mark.parametrize(("layer", "before"), BEHIND_ONE.values(), ids=BEHIND_ONE)
 def test_samples_returned_behind_a_dimension_of_one(layer: nn.Module, before: Any) -> None:
     module = Between(layer, before, lambda y: y, nn.Identity()).double()
-    with pytest.warns(
-        enn.PerSampleWarning, match=r"indexes or reduces these \(return over the samples\)|numbers of all 3 samples"
-    ):
+    with pytest.warns(enn.PerSampleWarning, match=r"indexes or reduces these \(by return\)|numbers of all 3 samples"):
         right(on(module), module, lambda m, x: m(x)[0], values(B, D))
 
 
