@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
+from operator import is_
 from typing import Any
 
 import pytest
@@ -559,3 +560,21 @@ def test_a_layer_whose_outputs_get_no_gradient(kind: type[nn.Module], create_gra
     y, _ = model(torch.randn(2, 5, 3))
     Stopped.apply(y).sum().backward(create_graph=create_graph)
     assert all(parameter.grad is None and parameter.grad_sample is None for parameter in model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore::expanded_nn.PerSampleWarning")
+def test_no_weight_of_a_single_sample_stays_behind() -> None:
+    """Torch's layers have a list of their weights, which their plain forward renews, here for each sample."""
+
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gru, self.scale = nn.GRU(3, 4, batch_first=True), nn.Parameter(torch.rand(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.gru(x)[0] * self.scale
+            return y if float(y.detach().sum()) < 1e9 else 2 * y  # so that the samples go in a loop
+
+    model = enn.convert(Gated()).per_sample()
+    model(torch.randn(2, 5, 3)).sum().backward()
+    assert all(map(is_, model.gru._flat_weights, model.gru.parameters()))

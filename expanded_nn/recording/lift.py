@@ -187,6 +187,8 @@ def swapped(weights: Mapping[Slot, Tensor], within: Iterable[nn.Module] = ()) ->
         for module in {module for module, _ in before}:  # a forward may have given a parameter a second name
             second = {name: x for name, x in module._parameters.items() if (module, name) not in before}
             module._parameters.update({name: stood_for(x) for name, x in second.items() if stood_for(x) is not x})
+            if isinstance(module, nn.RNNBase):  # its plain forward has put them into a list of its own
+                module._update_flat_weights()
 
 
 def _exchanged(held: Any, others: Mapping[int, Any]) -> Any:
