@@ -1017,6 +1017,16 @@ def test_a_loss_that_is_a_whole_step() -> None:
     assert model.weight.grad is None
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
+def test_a_loss_that_is_cut_off_behind_a_backward(error: type[BaseException]) -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        model(x).sum().backward()
+        raise error
+
+    with pytest.raises(error):
+        enn.check(nn.Linear(4, 2), features(), loss=loss)
+
+
 def test_random_numbers_that_are_not_fixed() -> None:
     def step(m: Any, x: Tensor) -> Tensor:
         return m(x * random.random()).square().mean(1)

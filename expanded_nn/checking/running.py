@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence, unpack_sequence
 
-from expanded_nn._errors import complaint
+from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn.common.batch import (
     batch_dim,
     batch_of,
@@ -56,15 +56,21 @@ class Step(nn.Module):
         parameters = [*self.model.parameters()]
         with meanwhile(*parameters, grad=None):
             try:
-                return self.loss(self.model, *args, **kwargs)
-            finally:
-                if any(parameter.grad is not None for parameter in parameters):
-                    raise complaint(
-                        self.shown_as,
-                        "it calls backward(), which check does itself",
-                        "the losses (B,), or their sum or mean, with their graph",
-                        "Leave backward(), the clipping and the optimizer out of it, and return what backward() is of.",
-                    )
+                losses = self.loss(self.model, *args, **kwargs)
+            except PerSampleError:  # as of the clipping that follows a backward
+                self._refuse_backward(parameters)
+                raise
+            self._refuse_backward(parameters)
+        return losses
+
+    def _refuse_backward(self, parameters: Iterable[Tensor]) -> None:
+        if any(parameter.grad is not None for parameter in parameters):
+            raise complaint(
+                self.shown_as,
+                "it calls backward(), which check does itself",
+                "the losses (B,), or their sum or mean, with their graph",
+                "Leave backward(), the clipping and the optimizer out of it, and return what backward() is of.",
+            )
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """Itself, and those of the model."""
