@@ -35,6 +35,7 @@ class PerSampleError(RuntimeError):
         refused_by: The module that cannot tell the samples apart in its arguments, where a module around it may.
         by_vmap: Whether `vmap` fails in that module.
         by_writing: Whether that is because its forward writes into a tensor that all samples share.
+        by_keeping: Whether it is raised because its forward keeps a tensor of one sample in an attribute.
         about: `"rows"` where a layer has met others than one per sample; `"results"` where the samples ran alone and
             gave others than the batch; empty elsewhere, and where the samples may have been taken for others.
         is_early: Whether it is raised after the forward in place of a backward, which would raise it, too.
@@ -52,6 +53,7 @@ class PerSampleError(RuntimeError):
     refused_by: Any = None
     by_vmap: bool = False
     by_writing: bool = False
+    by_keeping: bool = False
     about: str = ""
     is_early: bool = False
 

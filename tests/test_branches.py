@@ -1,4 +1,4 @@
-"""Models whose forward takes another branch from call to call, and returns something else: rows equal the loop's."""
+"""Models whose forward takes another branch from call to call, and gives something else: rows equal the loop's."""
 
 import copy
 import random
@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 import expanded_nn as enn
-from oracle import Call, assert_close, loop, rows_of
+from oracle import Call, assert_all_close, assert_close, loop, rows_of
 from test_fuzz import unhurried
 
 D = 4
@@ -66,10 +67,21 @@ RESULTS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "transposed as well": lambda y, x: (y, y.transpose(0, 1)),
     "with a number": lambda y, x: (y, y.square().mean()),
 }
+# what is left in an attribute, and the part of it that a loss may use
+LEFT: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Tensor] | None]] = {
+    "nothing": (lambda y, x: None, None),
+    "result": (lambda y, x: y, lambda left: left),
+    "without a gradient": (lambda y, x: y.detach(), lambda left: left),
+    "list": (lambda y, x: [y, {"x": x}], lambda left: left[0] * left[1]["x"].sum((1, 2))[:, None, None]),
+    "mean of each sample": (lambda y, x: y.mean((1, 2)), lambda left: left),
+    "mean of all": (lambda y, x: y.square().mean(), None),
+    "mixed": (lambda y, x: y.sum(0), None),
+    "shared": (lambda y, x: torch.arange(x.shape[1]), None),
+}
 
 
 class Branching(nn.Module):
-    """Two random stages, each of which may be a choice between two; and a choice between two kinds of results."""
+    """Two random stages, each of which may be a choice between two; and such choices of what is returned and left."""
 
     def __init__(self, chance: random.Random, *, own: bool) -> None:
         super().__init__()
@@ -87,7 +99,8 @@ class Branching(nn.Module):
             for _ in range(2)
         ]
         self.returned = (chance.choice([*CONDITIONS]), chance.choices([*RESULTS], k=2))
-        self.operations = operations
+        self.leaves = (chance.choice([*CONDITIONS]), chance.choices([*LEFT], k=2))
+        self.operations, self.left, self.used = operations, None, None
 
     def forward(self, x: Tensor, mask: Tensor | None = None, *, flag: bool = False) -> Any:
         self.calls += 1
@@ -97,14 +110,20 @@ class Branching(nn.Module):
                 y = self.operations[name](self, y)
         if mask is not None:
             y = y * mask[:, :1, None]
+        condition, names = self.leaves
+        leaves, self.used = LEFT[names[CONDITIONS[condition](self, x, mask, flag)]]
+        if (left := leaves(y, x)) is not None:
+            self.left = left
         condition, results = self.returned
         return RESULTS[results[CONDITIONS[condition](self, x, mask, flag)]](y, x)
 
 
-def objective(module: Callable[..., Any], call: Call, first: int = 0) -> Tensor:
+def objective(module: Any, call: Call, first: int = 0) -> Tensor:
+    module.left = None
     result = call.on(module)
     y = result if isinstance(result, Tensor) else result["y"] if isinstance(result, dict) else result[0]
-    return (y.flatten(1).sin() * torch.arange(1, 1 + y[0].numel())).sum()
+    loss = (y.flatten(1).sin() * torch.arange(1, 1 + y[0].numel())).sum()
+    return loss if module.used is None else loss + module.used(module.left).cos().sum()
 
 
 def play(seed: int, *, own: bool) -> tuple[int, int]:
@@ -138,8 +157,12 @@ def play(seed: int, *, own: bool) -> tuple[int, int]:
             plain.calls += 1
             continue
         taken += 1
-        of_plain, before = objective(copy.deepcopy(plain), call), plain.calls
+        reference, before = copy.deepcopy(plain), plain.calls
+        of_plain = objective(reference, call)
         assert_close(loss, of_plain.detach())
+        left, of_reference = (tree_leaves(module.left) for module in (model, reference))
+        if left != [None]:
+            assert_all_close(left, of_reference)
 
         def one(module: Any, call: Call, first: int = 0, before: int = before) -> Tensor:
             module.calls = before

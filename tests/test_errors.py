@@ -1289,6 +1289,21 @@ class Counted(torch.autograd.Function):
         return g, None
 
 
+@refused(r"Leaves: a loss uses what its forward has left in attribute 'left', of which no sample.*by detach\(\)")
+def a_loss_of_what_all_samples_have_together() -> None:
+    class Leaves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.left = (x * self.scale).sum(0)
+            return x * self.scale
+
+    model = enn.convert(Leaves()).per_sample()
+    (model(torch.randn(2, 3)).mean() + model.left.sum()).backward()
+
+
 @refused(r"0\.layer \(Own\): .*autograd Function Counted changes in place what all samples share.*@expands")
 def a_function_that_changes_a_buffer() -> None:
     count = torch.zeros(())
@@ -1329,7 +1344,7 @@ def a_function_whose_numbers_differ() -> None:
 @refused(r"0\.layer \(Own\): its forward keeps tensors in attribute 'kept'.*use_cache=False")
 def a_cache() -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
-        self.kept = [x]
+        self.kept = [x.sum(0)]
         return x * self.scale
 
     own(forward)

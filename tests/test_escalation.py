@@ -38,13 +38,13 @@ B, T, D = 3, 5, 4
 
 
 class Does(nn.Module):
-    """Layers, and a forward that the test writes."""
+    """Layers and lists, and a forward that the test writes."""
 
-    def __init__(self, forward: Callable[..., Any], **layers: nn.Module) -> None:
+    def __init__(self, forward: Callable[..., Any], **layers: nn.Module | list[Any]) -> None:
         super().__init__()
         self.does = forward
         for name, layer in layers.items():
-            self.add_module(name, layer)
+            setattr(self, name, layer)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.does(self, *args, **kwargs)
@@ -294,7 +294,7 @@ CASES: dict[str, Case] = {
     "branch": Case(with_a_branch, loops=True),
     "written_in_place": Case(written_in_place),
     "own_branch": Case(own_branch, loops=True),
-    "statistics_that_are_kept": Case(statistics_that_are_kept, loops=True),
+    "statistics_that_are_kept": Case(statistics_that_are_kept),
     "mapped": Case(lambda: Around(Does(lambda m, x: torch.vmap(m.linear, 1, 1)(m.linear(x)), linear=nn.Linear(D, D)))),
     "argument_of_b_rows": Case(argument_of_b_rows),
     "read_counts": Case(read_counts, loops=True),
@@ -558,7 +558,7 @@ class TestTraces:
             model(torch.randn(B + 1, T, D), Cache())
 
 
-def refused(forward: Callable[..., Any], words: str, **layers: nn.Module) -> None:
+def refused(forward: Callable[..., Any], words: str, **layers: nn.Module | list[Any]) -> None:
     model = on(Around(Does(forward, **layers)))
     with pytest.raises(enn.PerSampleError, match=words), silent():
         model(torch.randn(B, T, D))
@@ -607,10 +607,10 @@ class TestRefused:
 
     def test_a_cache(self) -> None:
         def forward(m: Any, x: Tensor) -> Tensor:
-            m.cache = m.linear(x.flatten(0, 1))
-            return m.cache.unflatten(0, x.shape[:2])
+            m.cache.append(m.linear(x.flatten(0, 1)))
+            return m.cache[-1].unflatten(0, x.shape[:2])
 
-        refused(forward, "folded batch of 3 x 5", linear=nn.Linear(D, D))
+        refused(forward, "folded batch of 3 x 5", linear=nn.Linear(D, D), cache=[])
 
     def test_use_of_a_weight_in_the_loss(self) -> None:
         """No module is around that."""
@@ -938,11 +938,11 @@ def test_a_row_that_does_not_fit_without_escalation() -> None:
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="add_note is new in Python 3.11")
 def test_the_error_says_why_no_module_can_go_sample_by_sample() -> None:
     def forward(m: Any, x: Tensor) -> Tensor:
-        m.cache = m.linear(x.flatten(0, 1))
-        return m.cache.unflatten(0, x.shape[:2])
+        m.cache.append(m.linear(x.flatten(0, 1)))
+        return m.cache[-1].unflatten(0, x.shape[:2])
 
     with pytest.raises(enn.PerSampleError, match="folded batch of 3 x 5") as info:
-        on(Does(forward, linear=nn.Linear(D, D)))(torch.randn(B, T, D))
+        on(Does(forward, linear=nn.Linear(D, D), cache=[]))(torch.randn(B, T, D))
     (note,) = info.value.__notes__
     assert re.search(r"not possible either: Does: its forward keeps tensors in attribute 'cache'.*use_cache", note)
 

@@ -301,7 +301,7 @@ def test_towers(name: str, kind: type[nn.Module], monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(cost, "DERIVED_NUMEL", 0)  # what is computed from parameters alone is computed once
 
 
-@pytest.mark.parametrize("kind", [AlsoReturnsImages, PutsThemIn, Keeps])
+@pytest.mark.parametrize("kind", [AlsoReturnsImages, PutsThemIn, Keeps, KeepsResults])
 def test_models(kind: type[nn.Module]) -> None:
     def objective(model: Any, call: Call, first: int = 0) -> Tensor:
         def words(ids: Tensor, images: Tensor) -> Tensor:
@@ -517,11 +517,6 @@ def test_results_that_are_all_folded_are_refused(monkeypatch: pytest.MonkeyPatch
     model = enn.convert(built(Over(nn.Conv1d(2, D, 4), 2, 4))).per_sample(escalate=False)
     with pytest.raises(enn.PerSampleError, match="wanted a result with one row per sample"):
         call().on(model)
-
-
-def test_kept_results_are_refused() -> None:
-    with pytest.raises(enn.PerSampleError, match="folded batch"):
-        call().on(enn.convert(built(nn.Linear(8, D), KeepsResults)).per_sample())
 
 
 def test_a_table_of_many_rows_is_shared() -> None:

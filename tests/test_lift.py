@@ -845,8 +845,8 @@ def write_a_part_of_a_buffer(m: Any, x: Tensor) -> Tensor:
     return m.scale * x
 
 
-def keep_an_attribute(m: Any, x: Tensor) -> Tensor:
-    m.layer.last = x
+def fill_an_attribute(m: Any, x: Tensor) -> Tensor:
+    m.layer.kept.append(x)
     return m.scale * x
 
 
@@ -881,7 +881,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "buffer in place": (write_into_a_buffer, r"part \(Own\): .*the buffer 'layer\.running'"),
     "buffer replaced": (replace_a_buffer, r"part \(Own\): its forward keeps tensors in the buffer 'running'"),
     "part of a buffer": (write_a_part_of_a_buffer, r"part \(Own\): .*the buffer 'layer\.running'"),
-    "attribute": (keep_an_attribute, r"part \(Own\): its forward keeps tensors in attribute 'last'"),
+    "attribute": (fill_an_attribute, r"part \(Own\): its forward keeps tensors in attribute 'kept'"),
     "branch": (branch_on_a_value, r"part \(Own\): its forward does what vmap cannot follow.*@expands"),
     "item": (take_an_item, r"part \(Own\): its forward does what vmap cannot follow.*@expands"),
     "distribution": (
@@ -896,6 +896,7 @@ class Running(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("running", torch.zeros(D))
+        self.kept: list[Tensor] = []
 
 
 class Around(nn.Module):

@@ -184,16 +184,19 @@ class Attributes:
         tables = [before[key] for before in self.attributes for key in _HOOK_TABLES if key in before]
         self.hooks = [(table, dict(table) if table else _NO_HOOKS) for table in tables]
 
-    def put_back(self) -> bool:
-        """Puts back those that have other values now; whether it has put back all.
-
-        What was computed from parameters may be a part of the loss. It stays as it is, and the answer is `False`.
-        """
+    def changed(self) -> Iterator[tuple[dict[str, Any], dict[str, Any], set[str]]]:
+        """Of each module, its attributes now and before, and the names of those that have other values."""
         for module, before in zip(self.modules, self.attributes, strict=True):
             now = vars(module)
-            changed = {key for key in {*now, *before} - OURS if now.get(key, self) is not before.get(key, self)}
-            if any(getattr(value, "requires_grad", False) for value in contents([now.get(key) for key in changed])):
-                return False
+            yield (
+                now,
+                before,
+                {key for key in {*now, *before} - OURS if now.get(key, self) is not before.get(key, self)},
+            )
+
+    def put_back(self) -> None:
+        """Puts back those that have other values now."""
+        for now, before, changed in self.changed():
             self.taken_back |= bool(changed)
             for key in changed - {*before}:
                 del now[key]
@@ -203,7 +206,6 @@ class Attributes:
                 self.taken_back = True
                 table.clear()
                 table.update(hooks)
-        return True
 
 
 class _Updates(FunctionMode):
@@ -298,9 +300,14 @@ class Traces(Attributes):
         return [(value, getattr(value, "_version", 0)) for value in held if not isinstance(value, torch.dtype)]
 
     def take_back(self) -> bool:
-        """Puts the attributes back; whether nothing else was left."""
-        if not self.put_back():
+        """Puts the attributes back; whether nothing else was left.
+
+        What was computed from parameters may be a part of the loss. Then nothing is put back.
+        """
+        left = contents([now.get(key) for now, _, changed in self.changed() for key in changed])
+        if any(getattr(value, "requires_grad", False) for value in left):
             return False
+        self.put_back()
         held = self._held()
         pairs = zip(self.before, held, strict=False)
         return len(held) == len(self.before) and all(a is b and v == w for (a, v), (b, w) in pairs)

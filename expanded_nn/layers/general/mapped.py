@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import (
     tree_leaves,
     tree_map,
@@ -23,10 +23,11 @@ from torch.utils._pytree import (
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn.common.batch import FOLDED, contents, may_have_derivatives, unfolded
 from expanded_nn.common.containers import flatten
-from expanded_nn.common.modes import checkpoint_hooks, of_all, unseen
+from expanded_nn.common.modes import checkpoint_hooks, of_all
 from expanded_nn.common.shared import laid_out
-from expanded_nn.common.steady import OURS, RandomStates, Traces
+from expanded_nn.common.steady import Attributes, RandomStates, Traces
 from expanded_nn.common.traced import FirstEager, OnlyEager, is_traced
+from expanded_nn.layers.general.left import NOT_ITS_OWN, Given, Place, put_in_place, with_left
 from expanded_nn.layers.general.one_sample import OneSample, ids_of_one_sample, is_of_one_sample
 from expanded_nn.layers.general.own_functions import functions_looked_at
 from expanded_nn.modules.base import PerSampleModule
@@ -55,9 +56,7 @@ OF_PARAMETERS = (
 
 # in place of the samples' dimension in a result, which is a number that each sample has: their mean, or their sum
 MEAN, SUM = -2, -3
-
-# attributes that the forward does not write, or that are looked at one by one
-_NOT_ITS_OWN = {*OURS, "_buffers", *(name for name in vars(nn.Module()) if name.startswith("_"))}
+NOWHERE = -4  # of what is left in an attribute, and has no dimension in which samples may stand
 
 
 def keeping(module: Any, what: str) -> PerSampleError:
@@ -95,6 +94,18 @@ class Called:
         if checkpoint_hooks() is None:
             return self.kind
         return self.kind, *(bool(n == self.batch) for tensor in self.inputs for n in tensor.shape)
+
+
+def _is_outermost(module: Any) -> bool:
+    """Whether the user called it. A number that an inner module returns may be used by other samples."""
+    recorder = module._recorder
+    return recorder is not None and recorder.forward is not None and recorder.forward.module is module
+
+
+def left_together(module: Any, call: Called) -> Sequence[Place]:
+    """The attributes in which a forward leaves what no sample has a part of, if no forward around it reads them."""
+    together: Sequence[Place] = module._told.together.get(call.kind, ())
+    return together if together and _is_outermost(module) else ()
 
 
 def is_cache(leaf: Any) -> bool:
@@ -162,6 +173,7 @@ class Mapper:
     expanded: list[Tensor]  # the same, `(B, *shape)`
     guests: set[int]  # the ids of those that have come with a batch dimension of their own
     makes_own: bool = False  # whether all that the forward makes is each sample's own, see `OneSample`
+    leaves_traces: bool = False  # whether the plain forward has to run for what it leaves in attributes
 
     def __call__(self, leaves: list[Any], *, thorough: bool = True) -> Mapped:
         """Sends each sample through the forward alone.
@@ -181,11 +193,14 @@ class Mapper:
             result = self._of_one_sample(weights, inputs)
             outputs = tensors_of(result)
             returned.append(result)
-            possible_dims[:] = map(self._possible_dims, outputs)
+            left = len(tensors_of(result.left)) if type(result) is Given else 0
+            possible_dims[:] = map(self._possible_dims, outputs[: len(outputs) - left])
+            self._refuse_folded_alone(outputs, possible_dims)
+            possible_dims.extend(map(self._possible_dims_left, outputs[len(outputs) - left :]))
             pairs = zip(outputs, possible_dims, strict=True)
             return [output if first < 0 else output.squeeze(first) for output, (first, *_) in pairs]
 
-        loops = self.module.goes_in_a_loop()
+        loops, self.leaves_traces = self.module.goes_in_a_loop(), False
         with nullcontext() if loops else self._nothing_of_one_sample(leaves, thorough=thorough):
             try:
                 results = (self._one_by_one if loops else self._by_vmap)(one_sample, leaves)
@@ -203,10 +218,11 @@ class Mapper:
                 raise
         if loops:
             self._refuse_differences(returned)
+        if self.leaves_traces:
+            self._leave_traces()
         shapes = [[x.shape for x in tensors_of(result)] for result in returned]  # which may be of symbols
         pairs = zip(results, possible_dims, strict=True)
         of_all = [_with_samples_in(first, x) for x, (first, *_) in pairs]
-        self._refuse_folded_alone(returned[-1], possible_dims)
         return Mapped(returned[-1], of_all, possible_dims, is_filled_up=any(each != shapes[0] for each in shapes))
 
     def _of_one_sample(self, weights: list[Tensor], inputs: list[Any]) -> Any:
@@ -219,11 +235,24 @@ class Mapper:
         own = next(iter(weights), None) if self.makes_own else None
         in_their_places = swapped(dict(zip(lent, weights, strict=True)), module.modules())
         with in_their_places, quiet_fallbacks(), OneSample(module, own):
-            result = module._plainly(args, kwargs, lent)
+            together = left_together(self.module, self.call)
+            places = [*module._told.left.get(self.call.kind, ()), *together]
+            result = with_left(module, places, lambda: module._plainly(args, kwargs, lent))
+        if together:
+            result = self._without(together, result)
         if Counter(ids_of_one_sample((args, kwargs))) - Counter(ids_of_one_sample(alone)):
             raise keeping(self.module, "an argument")
         self._refuse_objects(result)
         return result
+
+    def _without(self, together: Sequence[Place], given: Given) -> Any:
+        """What one sample has given, without what is left for all in other attributes."""
+        left = {place: given.left.pop(place) for place in together if place in given.left}
+        if left and (self.module.goes_in_a_loop() or any(map(is_of_one_sample, tree_leaves(left)))):
+            self.leaves_traces = True
+        else:
+            put_in_place(self.module, Given(None, left))
+        return given if self.module._told.left.get(self.call.kind) else given.returned
 
     def _by_vmap(self, one_sample: Callable[..., list[Tensor]], leaves: list[Any]) -> list[Tensor]:
         inputs = self.call.by_sample(leaves)
@@ -241,8 +270,7 @@ class Mapper:
             results.append(one_sample([w[i] for w in weights], [x[i] for x in by_sample]))
             if not traces.take_back():
                 raise keeping(self.module, "an attribute, a buffer or an argument")
-        if traces.taken_back:
-            self._leave_traces()
+        self.leaves_traces |= traces.taken_back
         ends = (result.grad_fn for of_sample in results for result in of_sample)
         if any(type(node).__name__ == "CheckpointFunctionBackward" for node in graph_of(*ends)):
             raise complaint(  # not seen: users see the error of `vmap` in its place
@@ -306,23 +334,28 @@ class Mapper:
     def _leave_traces(self) -> None:
         """Runs the plain forward once more, for what it leaves in attributes."""
         states = RandomStates([*self.module.modules(), self.call.args, self.call.kwargs])
-        with torch.no_grad(), states:
+        with torch.enable_grad(), states, self.module._unnoticed():
             self.module._plainly(self.call.args, self.call.kwargs)
 
     @contextmanager
     def _nothing_of_one_sample(self, leaves: list[Any], *, thorough: bool) -> Iterator[None]:
         """Raises where the forward has left a tensor of one sample behind, in the module or in an argument."""
+        before = Attributes([*self.module.modules()])
         yield
+        if self.leaves_traces:
+            before.put_back()
         looked_into = object if thorough else (Tensor, dict, list, tuple)
         for module in self.module.modules():
-            kept = [(f"attribute {name!r}", value) for name, value in vars(module).items() if name not in _NOT_ITS_OWN]
+            kept = [(f"attribute {name!r}", value) for name, value in vars(module).items() if name not in NOT_ITS_OWN]
             kept += [(f"the buffer {name!r}", value) for name, value in module._buffers.items()]
             for what, value in kept:
                 if not isinstance(value, looked_into):
                     continue
                 left = list(filter(is_of_one_sample, contents(value, 4 * thorough)))
                 if left:
+                    before.put_back()
                     error = keeping(self.module, what)
+                    error.by_keeping = True
                     # in a loop it can be taken back, if no loss may read it
                     error.by_vmap = not any(of_all(x).requires_grad for x in left)
                     raise error
@@ -337,7 +370,7 @@ class Mapper:
         With `guests` there is no plain forward to compare with: it has to stand where the module or the model says.
         """
         ones = [dim for dim, size in enumerate(output.shape) if size == 1]
-        if not output.dim() and not self.guests and self._is_outermost():
+        if not output.dim() and not self.guests and _is_outermost(self.module):
             return [MEAN, SUM]
         may_be_folded = FOLDED in self.call.dims and output.dim() > 0
         if may_be_folded and not ones:
@@ -356,6 +389,12 @@ class Mapper:
         ones.sort(key=lambda dim: dim != (0 if may_be_features else usual))
         return [*ones, FOLDED] if may_be_folded else ones
 
+    def _possible_dims_left(self, output: Tensor) -> list[int]:
+        try:
+            return self._possible_dims(output)
+        except PerSampleError:
+            return [NOWHERE]
+
     def _of_arguments(self, output: Tensor, usual: int) -> str:
         """What may be wrong with the arguments, where one sample has a result with other rows; it may be empty."""
         unopened = (leaf for leaf in self.call.leaves if not isinstance(leaf, Tensor))
@@ -370,17 +409,12 @@ class Mapper:
             )
         return "Give a tensor in place of a list with an entry for each sample. " * (self.call.batch in output.shape)
 
-    def _is_outermost(self) -> bool:
-        """Whether the user called it. A number that an inner module returns may be used by other samples."""
-        recorder = self.module._recorder
-        return recorder is not None and recorder.forward is not None and recorder.forward.module is self.module
-
-    def _refuse_folded_alone(self, returned: Any, possible_dims: list[list[int]]) -> None:
+    def _refuse_folded_alone(self, outputs: list[Tensor], possible_dims: list[list[int]]) -> None:
         """Raises where all results are folded: nothing in them tells whether arguments were folded in that order."""
         if possible_dims and all(dims == [FOLDED] for dims in possible_dims):
             raise refusal(
                 self.module,
-                f"for one sample its forward returns a tensor of shape {tuple(tensors_of(returned)[0].shape)}",
+                f"for one sample its forward returns a tensor of shape {tuple(outputs[0].shape)}",
                 "a result with one row per sample",
                 "Return tensors with a batch dimension.",
             )
@@ -455,23 +489,6 @@ def _with_samples_in(dim: int, results: Tensor) -> Tensor:
 def tensors_of(result: Any) -> list[Tensor]:
     """The tensors among the leaves of a result."""
     return [leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]
-
-
-def contiguous_as_plain(result: Any, orders: Sequence[tuple[int, ...]]) -> Any:
-    """A forward's result on the whole batch, contiguous where the plain one was, by its `memory_order`."""
-    tensors = [result] if type(result) is Tensor else tensors_of(result)
-    if len(orders) != len(tensors):
-        return result
-    with unseen():
-        lacking = list(map(_lacks_order, tensors, orders))
-    if not any(lacking):
-        return result
-    pairs = zip(tensors, lacking, strict=True)
-    return with_tensors(*flatten(result), [x.contiguous() if lacks else x for x, lacks in pairs])
-
-
-def _lacks_order(tensor: Tensor, order: tuple[int, ...]) -> bool:
-    return order == tuple(range(tensor.dim())) and not tensor.is_contiguous()
 
 
 def _stacked(results: Sequence[Tensor]) -> Tensor:

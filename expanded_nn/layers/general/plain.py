@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from expanded_nn.common.batch import may_have_derivatives
 from expanded_nn.common.modes import uncounted
 from expanded_nn.common.steady import BeforeForward, RandomStates, copies
+from expanded_nn.layers.general.left import Before, Place, with_left
 from expanded_nn.layers.general.mapped import tensors_of
 
 
@@ -21,6 +23,8 @@ class Plain:
         self.module, self.arguments = module, copies(arguments)
         self.states = self.states_now()
         self.is_random: bool | None = None  # whether it draws random numbers, once it has run
+        self.left: Sequence[Place] = ()  # attributes in which it leaves what counts as given
+        self.places: list[Place] = []  # all in which it has left tensors, once it has run
 
     def states_now(self) -> RandomStates:
         """The states of all generators that it may draw from."""
@@ -51,7 +55,9 @@ class Plain:
         """
         args, kwargs = copies(self.arguments if arguments is None else arguments)
         with BeforeForward(self.module).without_traces(hooks=hooks), uncounted():
-            tensors = tensors_of(self.module._plainly(args, kwargs))
+            before = Before(self.module)
+            tensors = self._given(args, kwargs)
+            self.places = before.places()
         drawn = not draws and self.states.restore()
         self.is_random = drawn if self.is_random is None else self.is_random
         return [tensor.detach() for tensor in tensors]
@@ -61,9 +67,12 @@ class Plain:
         """The same with a graph, and the inputs by which they have derivatives."""
         inputs, (args, kwargs) = self.differentiable()
         with BeforeForward(self.module).without_traces(hooks=hooks):
-            tensors = tensors_of(self.module._plainly(args, kwargs))
+            tensors = self._given(args, kwargs)
         self.states.restore()
         return tensors, inputs
+
+    def _given(self, args: Any, kwargs: Any) -> list[Tensor]:
+        return tensors_of(with_left(self.module, self.left, lambda: self.module._plainly(args, kwargs)))
 
     def differentiable(self) -> tuple[list[Tensor], Any]:
         """Copies of the floating tensors among the arguments, to take derivatives by, and arguments made of them."""

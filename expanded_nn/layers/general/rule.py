@@ -12,7 +12,7 @@ A call goes this way (`General.expanded_forward`):
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar, cast
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_unflatten
 
-from expanded_nn._errors import complaint
+from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn.common.batch import FOLDED, data_in
 from expanded_nn.common.containers import flatten
 from expanded_nn.common.meanwhile import meanwhile
@@ -29,11 +29,12 @@ from expanded_nn.common.modes import running_backward, uncounted, unseen
 from expanded_nn.common.rounding import near
 from expanded_nn.common.steady import RandomStates, Undo
 from expanded_nn.common.traced import is_traced, refuse_values, wait_for_values
+from expanded_nn.layers.general.left import close, put_in_place
 from expanded_nn.layers.general.mapped import (
     NOT_OF_THE_FORWARD,
     Called,
     Mapper,
-    contiguous_as_plain,
+    left_together,
     once_per_sample,
     tensors_of,
 )
@@ -48,7 +49,7 @@ from expanded_nn.modules.base import Expanded
 from expanded_nn.modules.layout import refusal
 from expanded_nn.recording.callers import runs_a_plain_forward_again
 from expanded_nn.recording.forward import InputNotes
-from expanded_nn.recording.lift import Lent, Slot, parameters_of, swapped
+from expanded_nn.recording.lift import Lent, Slot, parameters_of, swapped, with_tensors
 from expanded_nn.recording.recorder import Recorder, modules_in
 from expanded_nn.recording.sharded import is_sharded
 
@@ -158,6 +159,8 @@ class General(Expanded):
         if order is not None and call.kind in self._told.compared:
             with unseen():
                 order.note_layout(self, tensors_of(result), self._told.compared[call.kind].dims)
+        result = put_in_place(self, result)
+        close(self, left_together(self, call))
         return result
 
     def _computed_again(self, args: Any, kwargs: Any) -> Any:
@@ -244,16 +247,17 @@ class General(Expanded):
             wait_for_values("a module of the general rule is compared with its plain forward first")
         trial = None if mapper.guests or is_known else Trial(mapper)
         before = Undo([*modules_in(self)]) if is_known and told.leaves_something and not is_traced() else None
-        with trial.by_samples() if trial else before.updates if before else nullcontext():
-            mapped = mapper(call.leaves, thorough=trial is not None)
+        try:
+            with trial.by_samples() if trial else before.updates if before else nullcontext():
+                mapped = mapper(call.leaves, thorough=trial is not None)
+        except PerSampleError as error:
+            if trial is not None or not error.by_keeping:
+                raise
+            return self._in_another_way(call, before)
         if mapper.guests:
             return mapped.result()
-        if trial is None and not known[call.kind].fits(mapped):  # another way through the forward
-            if before is not None:
-                before.put_back()
-            told.leaves_something = True  # until the next run tells
-            del known[call.kind]
-            return self._sample_by_sample(call)
+        if trial is None and not known[call.kind].fits(mapped):
+            return self._in_another_way(call, before)
         if before is not None:
             told.leaves_something = before.has_changed()
         if trial is not None:
@@ -263,6 +267,14 @@ class General(Expanded):
         if not compared.alike:
             self._refuse_square(call.inputs[1:], call.batch)
         return mapped.with_samples_in(compared.dims).laid_out(compared.orders).result()
+
+    def _in_another_way(self, call: Called, before: Undo | None) -> Any:
+        """The same, once the forward has gone another way than those that were compared."""
+        if before is not None:
+            before.put_back()
+        self._told.leaves_something = True  # until the next run tells
+        del self._told.compared[call.kind]
+        return self._sample_by_sample(call)
 
     def _mapper(self, call: Called) -> Mapper:
         self._refuse_backward_hooks()
@@ -333,3 +345,20 @@ class General(Expanded):
                     "no such hook inside a module with parameters of its own",
                     "Take the hook off, or hook the tensors (register_hook) outside of the module.",
                 )
+
+
+def contiguous_as_plain(result: Any, orders: Sequence[tuple[int, ...]]) -> Any:
+    """A forward's result on the whole batch, contiguous where the plain one was, by its `memory_order`."""
+    tensors = [result] if type(result) is Tensor else tensors_of(result)
+    if len(orders) != len(tensors):
+        return result
+    with unseen():
+        lacking = list(map(_lacks_order, tensors, orders))
+    if not any(lacking):
+        return result
+    pairs = zip(tensors, lacking, strict=True)
+    return with_tensors(*flatten(result), [x.contiguous() if lacks else x for x, lacks in pairs])
+
+
+def _lacks_order(tensor: Tensor, order: tuple[int, ...]) -> bool:
+    return order == tuple(range(tensor.dim())) and not tensor.is_contiguous()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import contains
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from expanded_nn.common.modes import running_backward
 from expanded_nn.layers.general.gradients import Verdict
+from expanded_nn.layers.general.left import Place
 from expanded_nn.layers.general.mapped import MEAN, SUM, Called, Mapped
 from expanded_nn.layers.general.samples import Memo
 
@@ -71,6 +72,8 @@ class Told:
     readings: dict[Any, list[int | None]] = field(default_factory=dict)  # where the samples stand in its arguments
     compared: dict[Any, Compared] = field(default_factory=dict)  # where they stand in its results
     with_derivatives: set[Any] = field(default_factory=set)  # the kinds of which derivatives were compared as well
+    left: dict[Any, Sequence[Place]] = field(default_factory=dict)  # the attributes in which it leaves results
+    together: dict[Any, Sequence[Place]] = field(default_factory=dict)  # others, of which no sample has a part
     ways: dict[Any, Ways] = field(default_factory=dict)  # how its forward may run on the whole batch
     needs_hooks: bool = False  # whether its forward needs what hooks of modules within it collect
     memo: Memo = field(default_factory=Memo)  # whose folded rows are

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -27,8 +27,10 @@ from expanded_nn.layers.general.gradients import (
     derivatives,
     random_numbers,
 )
+from expanded_nn.layers.general.left import Place
 from expanded_nn.layers.general.mapped import (
     MEAN,
+    NOWHERE,
     OF_PARAMETERS,
     SUM,
     Mapped,
@@ -37,6 +39,7 @@ from expanded_nn.layers.general.mapped import (
     moved,
     of_sample,
     once_per_sample,
+    tensors_of,
 )
 from expanded_nn.layers.general.plain import Plain, is_float
 from expanded_nn.layers.general.told import Compared, Way
@@ -64,8 +67,11 @@ class Trial:
         self.hooks = hooks or self.module._told.needs_hooks
         self.plain = Plain(self.module, (mapper.call.args, mapper.call.kwargs))
         self.expected = self._first()
+        self.module._told.left[mapper.call.kind] = self.module._told.together[mapper.call.kind] = ()
         self.again: tuple[Mapped, list[Tensor]] | None = None  # see `_mapped_again`, until derivatives are taken
         self.alone: dict[tuple[int, ...], Alone] = {}  # see `_of_samples`
+        if self.plain.places and not mapper.guests:
+            self._count_what_is_left(self.plain.places)
 
     @torch.no_grad()
     def _first(self) -> list[Tensor]:
@@ -97,6 +103,40 @@ class Trial:
             "Change them after the optimizer's step, or in the forward of a module around this one that has no "
             "parameters of its own.",
         )
+
+    def _count_what_is_left(self, places: list[Place]) -> None:
+        """Finds the attributes in which the forward leaves what samples have, and which count as results then.
+
+        What samples have together does not, nor does what all share, as a table of positions.
+        """
+        told, kind = self.module._told, self.mapper.call.kind
+        told.left[kind] = self.plain.left = places
+        fitting: list[Place] = []
+        failures = suppress(PerSampleError, RuntimeError, ValueError, IndexError, TypeError, AssertionError)
+        with self.plain.states_now(), WithoutChance() if self.plain.is_random else nullcontext(), failures:
+            mapped, _ = self._mapped_again()  # if it fails, that is told where it counts
+            fitting = self._places_that_fit(mapped, self.plain(hooks=self.hooks))
+        told.left[kind] = self.plain.left = fitting
+        told.together[kind] = [place for place in places if place not in fitting]
+        if fitting:
+            self.expected = self._first()
+
+    def _places_that_fit(self, mapped: Mapped, expected: list[Tensor]) -> list[Place]:
+        fitting, start, size = [], len(tensors_of(mapped.returned.returned)), self._size_of_arguments()
+        if len(mapped.tensors) != len(expected):
+            return []
+        for place, value in mapped.returned.left.items():
+            part = slice(start, start + len(tensors_of(value)))
+            start = part.stop
+            left = Mapped(value, mapped.tensors[part], mapped.possible_dims[part])
+            numbers = [x for x, (first, *_) in zip(left.tensors, left.possible_dims, strict=True) if first == MEAN]
+            if [NOWHERE] in left.possible_dims or any(map(_is_one_for_all, numbers)):
+                continue
+            dims = self._dims(left, expected[part], hooks=self.hooks, start=part.start)
+            pairs = zip(left.with_samples_in(dims).tensors, expected[part], strict=True) if dims is not None else ()
+            if dims is not None and all(x.shape == plain.shape and near(plain, x.detach(), size) for x, plain in pairs):
+                fitting.append(place)
+        return fitting
 
     def compared(self, mapped: Mapped | None = None, *, with_derivatives: bool = False) -> Compared:
         """Where the samples stand in the results; `with_derivatives` these are compared as well.
@@ -364,8 +404,8 @@ class Trial:
         sums = [None if each is None else as_factored(each).weighted_sum(each.new_ones(self.batch)) for each in rows]
         return [*sums, *of_inputs], given
 
-    def _dims(self, mapped: Mapped, expected: list[Tensor], *, hooks: bool) -> tuple[int, ...] | None:
-        """Where the samples stand in each result, by the plain result's shape; `None` if nothing tells."""
+    def _dims(self, mapped: Mapped, expected: list[Tensor], *, hooks: bool, start: int = 0) -> tuple[int, ...] | None:
+        """Where the samples stand in each result, from one on, by the plain result's shape; `None` if nothing tells."""
         if len(mapped.tensors) != len(expected):
             return None
         dims: list[int] = []
@@ -374,7 +414,7 @@ class Trial:
             if first == MEAN:
                 fitting = [dim for dim in possible if are_near(moved(result, first, dim).detach(), plain.detach())]
                 if self.batch > 1 and len(fitting) == 2:
-                    fitting = self._mean_or_sum(len(dims), hooks=hooks)
+                    fitting = self._mean_or_sum(start + len(dims), hooks=hooks)
                 if self.batch > 1 and (len(fitting) != 1 or (fitting == [MEAN] and self._may_be_of_no_sample(result))):
                     return None
                 dims.append(fitting[0] if fitting else MEAN)

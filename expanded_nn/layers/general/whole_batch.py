@@ -20,6 +20,7 @@ from expanded_nn.common.steady import Undo
 from expanded_nn.common.traced import is_traced, wait_for_values
 from expanded_nn.core import cost
 from expanded_nn.layers.general.gradients import Verdict
+from expanded_nn.layers.general.left import with_left
 from expanded_nn.layers.general.mapped import MEAN, NOT_OF_THE_FORWARD, SUM, Called, of_sample, tensors_of
 from expanded_nn.layers.general.own_functions import functions_looked_at
 from expanded_nn.layers.general.owners import Owners
@@ -156,7 +157,8 @@ class WholeBatch:
             ):
                 weights.clear()
                 with run, functions_looked_at():
-                    result = module._plain_forward(*args, **kwargs)
+                    left = self.told.left.get(self.call.kind, ())
+                    result = with_left(module, left, lambda: module._plain_forward(*args, **kwargs))
                 result = run.returned(result)
             if owners is not None and FOLDED in dims:
                 owners.refuse_others_places(result, self.told.compared[self.call.kind].dims)
@@ -222,6 +224,7 @@ class _OneAlone:
     def _given(self, leaves: list[Any]) -> list[Tensor] | None:
         """What the plain forward gives for other arguments; `None` where it draws random numbers."""
         plain = Plain(self.module, tree_unflatten(leaves, tree_structure((self.call.args, self.call.kwargs))))
+        plain.left = self.module._told.left.get(self.call.kind, ())
         tensors = plain.first()
         return None if plain.is_random else tensors
 

@@ -1,0 +1,192 @@
+"""What a forward of the general rule leaves in attributes of its modules: what the plain one leaves."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+import expanded_nn as enn
+from oracle import Call, assert_all_close, assert_close, assert_close_rows, loop, rows_of, sample_losses
+
+B, T, D = 3, 5, 4
+Leave = Callable[[Any, Tensor], Any]
+
+
+class Attention(nn.Module):
+    """Keeps something of what it computes."""
+
+    def __init__(self, leave: Leave) -> None:
+        super().__init__()
+        self.parts, self.leave, self.calls = nn.Linear(D, 3 * D), leave, 0
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, T, D)
+        q, k, v = self.parts(x).chunk(3, -1)
+        weights = (q @ k.mT).softmax(-1)
+        self.calls += 1
+        self.left = self.leave(self, weights)
+        return weights @ v
+
+
+def by_the_batch(m: Any, x: Tensor) -> Tensor:
+    x = torch.cat([m.token.expand(len(x), 1, D), x], 1)
+    return m.linear(x) + m.attention(x)
+
+
+def folded(m: Any, x: Tensor) -> Tensor:
+    rows = m.linear(x.flatten(0, 1)) * m.token[0]
+    return m.attention(rows.unflatten(0, x.shape[:2]))
+
+
+def under_vmap(m: Any, x: Tensor) -> Tensor:
+    return m.attention(x * torch.logcumsumexp(m.token[0, 0], 0)) + m.linear(x)
+
+
+def in_a_loop(m: Any, x: Tensor) -> Tensor:
+    return m.attention(m.linear(x) * m.token) if float(x.detach().max()) > -100 else x
+
+
+class Model(nn.Module):
+    def __init__(self, forward: Callable[[Any, Tensor], Tensor], leave: Leave) -> None:
+        super().__init__()
+        self.token, self.linear, self.attention = nn.Parameter(torch.rand(1, 1, D)), nn.Linear(D, D), Attention(leave)
+        self.called = forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.called(self, x)
+
+
+FORWARDS = [by_the_batch, folded, under_vmap, in_a_loop]
+OF_EACH_SAMPLE: dict[str, tuple[Leave, Callable[[Any], Tensor]]] = {
+    "a tensor": (lambda m, weights: weights, lambda left: left),
+    "without a gradient": (lambda m, weights: weights.detach(), lambda left: left),
+    "a list": (lambda m, weights: [weights, {"most": weights.amax(-1)}], lambda left: left[0][:, 0] * left[1]["most"]),
+    "samples second": (lambda m, weights: weights.transpose(0, 1), lambda left: left.transpose(0, 1)),
+    "a number of each": (lambda m, weights: weights.square().mean((1, 2)), lambda left: left[:, None]),
+}
+OF_NO_SAMPLE: dict[str, Leave] = {
+    "mixed": lambda m, weights: weights.sum(0),
+    "of a parameter": lambda m, weights: m.parts.weight.exp(),
+    "a number of a parameter": lambda m, weights: m.parts.bias.exp().sum(),
+}
+
+
+def assert_as_plain(model: Any, module: Any, call: Call, used: Callable[[Any], Tensor] | None = None) -> None:
+    """Rows, and what is left, where the loss may use that."""
+    samples, before = len(call.args[0]), module.attention.calls
+
+    def objective(module: Any, call: Call, first: int = 0) -> Tensor:
+        y = call.on(module)
+        loss = sample_losses(y, first).sum()
+        return loss if used is None else loss + sample_losses(used(module.attention.left), first).sum()
+
+    expected = loop(module, call, samples, objective=objective)
+    model.zero_grad()
+    objective(model, call).backward()
+    assert_close_rows(rows_of(model), expected)
+    plain = copy.deepcopy(module)
+    call.on(plain)
+    left, of_plain = (tree_leaves(each.attention.left) for each in (model, plain))
+    assert_all_close(left, of_plain)
+    assert [x.requires_grad for x in left] == [x.requires_grad for x in of_plain]
+    assert model.attention.calls == before + 1
+    module.attention.calls += 1
+
+
+def calls() -> list[Call]:
+    return [Call((torch.randn(samples, T, D),)) for samples in (B, B, B + 1, 1, B)]
+
+
+@pytest.mark.filterwarnings("ignore:.*sample by sample:expanded_nn.PerSampleWarning")
+@pytest.mark.parametrize("forward", FORWARDS)
+@pytest.mark.parametrize(("leave", "used"), OF_EACH_SAMPLE.values(), ids=OF_EACH_SAMPLE)
+def test_what_each_sample_has_counts_as_returned(forward: Any, leave: Leave, used: Callable[[Any], Tensor]) -> None:
+    """A loss may use it."""
+    module = Model(forward, leave)
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    for call in calls():
+        assert_as_plain(model, module, call, used)
+
+
+@pytest.mark.filterwarnings("ignore:.*sample by sample:expanded_nn.PerSampleWarning")
+@pytest.mark.parametrize("forward", FORWARDS)
+@pytest.mark.parametrize("leave", OF_NO_SAMPLE.values(), ids=OF_NO_SAMPLE)
+def test_what_no_sample_has(forward: Any, leave: Leave) -> None:
+    """It is there to be looked at, and a loss that uses it is an error."""
+    module = Model(forward, leave)
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    for call in calls():
+        assert_as_plain(model, module, call)
+        loss = call.on(model).sum() + model.attention.left.detach().sum()
+        loss.backward()
+        with pytest.raises(enn.PerSampleError, match=r"attention \(Attention\): a loss uses .* attribute 'left'"):
+            (call.on(model).sum() + model.attention.left.sum()).backward()
+        module.attention.calls += 2
+
+
+class Around(nn.Module):
+    """Has no parameters of its own, and its forward may read what the part has left."""
+
+    def __init__(self, part: nn.Module, after: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.part, self.last, self.after = part, nn.Linear(D, 2), after
+
+    @property
+    def attention(self) -> Any:
+        return self.part.attention
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.after(self, self.part(x)))
+
+
+@pytest.mark.filterwarnings("ignore:.*sample by sample:expanded_nn.PerSampleWarning")
+@pytest.mark.parametrize("forward", FORWARDS)
+@pytest.mark.parametrize("leave", [OF_EACH_SAMPLE["a tensor"][0], OF_NO_SAMPLE["of a parameter"]], ids=["each", "none"])
+def test_what_a_part_leaves_for_the_forward_around_it(forward: Any, leave: Leave) -> None:
+    module = Around(Model(forward, leave), lambda m, y: y * m.attention.left.sum(-1).mean(-1, keepdim=True)[..., None])
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    for call in calls():
+        assert_as_plain(model, module, call)
+
+
+@pytest.mark.filterwarnings("ignore:.*sample by sample:expanded_nn.PerSampleWarning")
+@pytest.mark.parametrize("forward", FORWARDS)
+def test_what_is_left_later(forward: Any) -> None:
+    """A switch may turn it on and off."""
+    module = Model(forward, lambda m, weights: weights if m.keeps else None)
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    for call, keeps in zip(calls() * 2, [False, True, False, True, True, False, True, False, False, True], strict=True):
+        module.attention.keeps = model.attention.keeps = keeps
+        if keeps:
+            assert_as_plain(model, module, call, lambda left: left)
+        else:
+            model(*call.args)
+            assert model.attention.left is None
+            module.attention.calls += 1
+
+
+@pytest.mark.filterwarnings("ignore:.*sample by sample:expanded_nn.PerSampleWarning")
+def test_a_weight_that_is_set_by_the_forward() -> None:
+    """As by a dropout of weights (AWD-LSTM)."""
+
+    class Dropped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.raw = nn.LSTM(D, D, batch_first=True), nn.Parameter(torch.rand(4 * D, D))
+            del self.lstm._parameters["weight_hh_l0"]
+
+        def forward(self, x: Tensor) -> Any:
+            self.lstm.weight_hh_l0 = self.raw * 0.5
+            return self.lstm(x)[0]
+
+    module = Dropped()
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    for call in calls():
+        expected = loop(module, call, len(call.args[0]))
+        model.zero_grad()
+        sample_losses(call.on(model)).sum().backward()
+        assert_close_rows(rows_of(model), expected)
+        assert_close(model.lstm.weight_hh_l0, module.raw.detach() * 0.5)
