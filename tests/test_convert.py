@@ -1,11 +1,15 @@
 """convert and revert: what a converted model keeps."""
 
+import abc
+import collections.abc
 import copy
 import importlib.metadata
 import inspect
 import io
 import pickle
 import re
+import typing
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -811,3 +815,55 @@ def test_every_protocol_of_pickle(protocol: int) -> None:
     loaded = pickle.loads(pickle.dumps(model, protocol))
     loaded(torch.ones(4, 3)).sum().backward()
     assert loaded[0].weight.grad_sample.shape == (4, 2, 3)
+
+
+class Sized(abc.ABC, nn.Module):
+    """Python lays its objects out in another way than those of other modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(3, 3), nn.Parameter(torch.rand(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x * self.scale)
+
+    def __len__(self) -> int:
+        return 1
+
+
+class Generic(typing.Generic[typing.TypeVar("T")], nn.Linear):  # type: ignore[misc]
+    pass
+
+
+class Around(collections.abc.Sized, nn.Module):
+    """One without parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.Sequential(Sized(), Generic(3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.parts(x)
+
+    def __len__(self) -> int:
+        return 2
+
+
+@pytest.mark.parametrize("make", [Sized, lambda: Generic(3, 3), Around], ids=["abc", "generic", "around"])
+def test_a_base_without_attributes_comes_first(make: Callable[[], nn.Module]) -> None:
+    module = make()
+    model, call = enn.convert(module).per_sample(loss_reduction="sum"), Call((torch.randn(4, 3),))
+    for other in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert isinstance(other, type(module))
+        assert isinstance(other, PerSampleModule)
+        other.zero_grad()
+        total_loss(other, call).backward()
+        assert_close_rows(rows_of(other), loop(module, call, 4))
+    assert type(enn.revert(model)) is type(module)
+
+
+def test_parametrized_with_such_a_base() -> None:
+    module = parametrizations.weight_norm(Generic(3, 3))
+    model, call = enn.convert(module).per_sample(loss_reduction="sum"), Call((torch.randn(4, 3),))
+    total_loss(model, call).backward()
+    assert_close_rows(rows_of(model), loop(module, call, 4))

@@ -64,8 +64,16 @@ def _holds_parameters(module: nn.Module) -> bool:
     """Whether a module has parameters of its own, in a list too, or parametrized ones."""
     if any(parameter is not None for parameter in module._parameters.values()) or parametrize.is_parametrized(module):
         return True
-    lists = [child for child in module.children() if isinstance(child, PARAMETER_LISTS)]
-    return any(True for child in lists for _ in child.parameters())
+    return any(True for child in _lists_of_parameters(module) for _ in child.parameters())
+
+
+def _lists_of_parameters(module: nn.Module) -> Iterator[nn.Module]:
+    """The lists of parameters that belong to a module, those in its lists of modules included."""
+    for child in module.children():
+        if isinstance(child, PARAMETER_LISTS):
+            yield child
+        elif isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _lists_of_parameters(child)
 
 
 def _is_watched(module: nn.Module) -> bool:

@@ -34,8 +34,36 @@ def twin_class(kind: type[nn.Module], plain_class: type[nn.Module]) -> type[nn.M
         }
         if issubclass(plain_class, GraphModule):
             namespace["__deepcopy__"] = _deepcopied_graph
-        _TWINS[key] = new_class(plain_class.__name__, (kind, plain_class), {}, lambda made: made.update(namespace))
+
+        def fill(body: dict[str, Any]) -> None:
+            body.update(namespace)
+
+        made = new_class(plain_class.__name__, (kind, plain_class), {}, fill)
+        if not _is_built_on_a_module(plain_class):
+            metaclass = _ordering(type(made), (plain_class, kind), made.__mro__[1:])
+            made = new_class(plain_class.__name__, (plain_class, kind), {"metaclass": metaclass}, fill)
+        _TWINS[key] = made
     return _TWINS[key]
+
+
+def _is_built_on_a_module(plain_class: type[nn.Module]) -> bool:
+    """Whether Python lays its instances out as a module's; not where a base without attributes comes first, an `ABC`.
+
+    An instance may only become one of a class that is laid out like its own.
+    """
+    base: type | None = plain_class
+    while base not in (nn.Module, None):
+        base = base.__base__
+    return base is nn.Module
+
+
+def _ordering(metaclass: type, bases: tuple[type, ...], order: tuple[type, ...]) -> type:
+    """A metaclass by which a class with these bases looks methods up in another order; classes made of it do not."""
+
+    def mro(cls: Any) -> list[type]:
+        return [cls, *order] if cls.__bases__ == bases else type.mro(cls)
+
+    return type(metaclass.__name__, (metaclass,), {"mro": mro})
 
 
 def _deepcopied_graph(module: Any, memo: dict[int, Any]) -> Any:
