@@ -1527,3 +1527,42 @@ def test_a_step_without_arguments() -> None:
         x.mul_(1.5)
         assert_same_results(model, compiled, step)
     assert len(graphs(compiled)) == 1
+
+
+class Lazy:
+    """As a module that is imported at first use, or a reference to a class that is not there yet."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("not ready")
+
+
+class WithoutLength(tuple[int, int]):
+    """A tuple that has no length, as those of e3nn."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+class HoldsThem(nn.Module):
+    tool = Lazy()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.pairs = small(), [WithoutLength((1, 2))]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) if self.tool is not None else x
+
+
+def test_objects_that_raise_where_they_are_asked() -> None:
+    model = enn.convert(HoldsThem()).per_sample()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return loss.detach()
+
+    compiled = enn.compile(step, backend="eager")
+    for x, y in samples(4, 4):
+        assert_same_results(model, compiled, step, x, y)
+    assert graphs(compiled)

@@ -109,7 +109,7 @@ class Outside:
             for name, member in [*vars(base).items()]:
                 if isinstance(member, _FUNCTIONS):
                     self._left.append((member, ()))
-                elif not name.startswith("__") and not hasattr(member, "__get__"):
+                elif not name.startswith("__") and not hasattr(type(member), "__get__"):
                     self._look_into(base, [name], ())
 
     def _look_into(self, owner: Any, names: Iterable[str], words: Iterable[str]) -> None:

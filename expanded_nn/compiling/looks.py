@@ -202,9 +202,9 @@ class Look:
     def _of_items(self, value: Collection[Any]) -> Hashable:
         if (id(value), None) in self._changing:
             return by_identity(value)
-        self.seen.note_items(value)
         join = frozenset if isinstance(value, set | frozenset) else tuple
-        held = [*value]  # another thread may change it meanwhile
+        held = [*iter(value)]  # another thread may change it meanwhile; and a tuple's own `__len__` may raise
+        self.seen.note_items(held if isinstance(value, tuple) else value)
         items = join(map(_outside, held))
         self.items[id(value), None] = value, items
         return items if len(held) > MOST_ITEMS else join(map(self._key, held))

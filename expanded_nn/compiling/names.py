@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from functools import cache, partial
 from importlib.util import resolve_name
 from operator import attrgetter, itemgetter, methodcaller
@@ -64,9 +65,17 @@ class Names(NamedTuple):
     any_attribute: bool = False  # whether they find attributes by computed names, as `getattr(settings, name)` does
 
     def joined(self, other: Names) -> Names:
-        """What these functions and those refer to."""
-        words = self.words | other.words
-        return Names(words, self.any_item or other.any_item, self.any_attribute or other.any_attribute)
+        """What these functions and those refer to; the same object where those add nothing."""
+        words = self.words if other.words <= self.words else self.words | other.words
+        joined = Names(words, self.any_item or other.any_item, self.any_attribute or other.any_attribute)
+        return self if joined == self else joined
+
+
+class Place(NamedTuple):
+    """The namespaces of an object, in which functions may be found by names."""
+
+    namespaces: list[Mapping[str, Any]]
+    read_for: Names = Names()  # the names that were looked for
 
 
 class Variable(NamedTuple):
@@ -122,7 +131,7 @@ class Referred:
         self.hooks: dict[int, Any] = {}
         self.functions: dict[FunctionType, CodeType] = {}
         self.names = Names()
-        self.places: dict[int, list[Mapping[str, Any]]] = {}
+        self.places: dict[int, Place] = {}
         self.classes: dict[type, None] = {}
         self.ran = Ran()
         while step is not None:
@@ -151,6 +160,8 @@ class Referred:
         name. That others may take their places is seen where they are kept.
         """
         codes = list(codes)
+        # what has run may have added to them
+        self.places = {key: Place(place.namespaces) for key, place in self.places.items()}
         self.ran.note(code for code, _ in codes)
         known = {id(code) for read in self.functions.values() for code in codes_in(read)}
         unnamed = []
@@ -193,11 +204,16 @@ class Referred:
 
     def _read_all(self) -> None:
         """Reads the functions that those read so far name, until there are no more."""
-        read_count = -1
-        while read_count < len(self.functions):  # a name may be met after the object that has a function of that name
-            read_count = len(self.functions)
-            for namespaces in list(self.places.values()):
-                self._read_named(namespaces)
+        names: Names | None = None
+        while names is not self.names:  # a name may be met after the object that has a function of that name
+            names, added = self.names, dict[int, frozenset[str]]()
+            for key, place in list(self.places.items()):
+                if place.read_for is names or place.read_for.any_attribute:  # then all was read
+                    continue
+                if id(place.read_for) not in added:
+                    added[id(place.read_for)] = names.words - place.read_for.words
+                self._read_named(place.namespaces, added[id(place.read_for)], any_attribute=names.any_attribute)
+                self.places[key] = place._replace(read_for=names)
 
     def _look(self, step: Any) -> None:
         if isinstance(step, FunctionType):
@@ -246,7 +262,7 @@ class Referred:
                 self._follow(vars(value)["__wrapped__"])
         elif isinstance(value, ModuleType):
             if is_the_users(value):
-                self.places[id(value)] = [vars(value)]
+                self.places[id(value)] = Place([vars(value)])
         elif not isinstance(value, nn.Module | Tensor):
             self._note_places(value)
 
@@ -256,7 +272,7 @@ class Referred:
             return
         classes = (*(value.__mro__ if isinstance(value, type) else ()), *type(value).__mro__)
         of_classes = [vars(base) for base in classes]
-        self.places[id(value)] = [getattr(value, "__dict__", {}), *of_classes]
+        self.places[id(value)] = Place([getattr(value, "__dict__", {}), *of_classes])
         self.classes.update(dict.fromkeys(filter(is_the_users, classes)))
         for namespace in of_classes:
             for name in filter(_is_special, namespace):
@@ -275,12 +291,12 @@ class Referred:
         if name.startswith("__"):
             return is_function and _is_special(name)
         is_found = self.names.any_attribute or name in self.names.words
-        return is_found and (is_function or not hasattr(member, "__get__"))
+        return is_found and (is_function or not hasattr(type(member), "__get__"))
 
-    def _read_named(self, namespaces: Iterable[Mapping[str, Any]]) -> None:
+    def _read_named(self, namespaces: Iterable[Mapping[str, Any]], names: Set[str], *, any_attribute: bool) -> None:
         for namespace in namespaces:
-            names = namespace if self.names.any_attribute else self.names.words
-            for member in [namespace[name] for name in names if name in namespace]:
+            held = list(namespace.items())
+            for member in [member for name, member in held if any_attribute or name in names]:
                 self._follow(_function_behind(member))
 
     def names_of(self, kinds: Iterable[type]) -> dict[type, Names]:
@@ -356,7 +372,8 @@ def _is_special(name: str) -> bool:
 def _function_behind(member: Any) -> Any:
     """The function behind a member of a class, as that of a property; `None` if there is none."""
     for name in ("fget", "func", "__func__"):
-        member = getattr(member, name, member)
+        with suppress(Exception):  # a `__getattr__` of the user's may raise anything
+            member = getattr(member, name, member)
     if not isinstance(member, FunctionType | CACHED | _GETTERS):
         member = getattr(type(member), "__get__", None)
     return member if isinstance(member, FunctionType | CACHED | _GETTERS) else None

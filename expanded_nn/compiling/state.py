@@ -74,7 +74,7 @@ class State:
                 left += [item for name, item in before.items() if name not in own]
                 left += [self._attributes_of(value)] if hasattr(value, "__dict__") else ()
             elif isinstance(value, list | tuple | deque | set | frozenset):
-                items = list(value)
+                items = [*iter(value)]
                 if isinstance(value, FILLED_ANEW):
                     self.kept.append((value, items))
                 left += items if len(items) <= MOST_IN_LIST else ()
@@ -242,7 +242,7 @@ class _InContext:
 
 def _is_constant(name: str, member: Any) -> bool:
     """Whether a member of a class is a value, and no function or property."""
-    return not name.startswith("__") and not hasattr(member, "__get__") and not isinstance(member, type)
+    return not name.startswith("__") and not hasattr(type(member), "__get__") and not isinstance(member, type)
 
 
 @cache
