@@ -920,3 +920,23 @@ def test_bags_as_a_nested_tensor(mode: str) -> None:
     )
     actual, expected = (rows_after(enn.convert(layer).per_sample(), call, BATCH) for call in calls)
     assert_close_rows(actual, {name: rows.dense() for name, rows in expected.items()})
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_a_permuted_gradient_of_batch_norm(samples: int) -> None:
+    """In eval mode. For a single sample torch's own is wrong; those of several are right, and tell."""
+    module, mixed = nn.BatchNorm2d(8).eval(), torch.randn(5, 8)
+    module.running_mean.normal_()
+    model, x = enn.convert(module).per_sample(loss_reduction="sum"), torch.randn(3, 8, 6, 6, requires_grad=True)
+
+    def loss(module: nn.Module, x: Tensor) -> Tensor:
+        return torch.einsum("bcn,oc->bno", module(x).flatten(2), mixed).square().sum()
+
+    whole = torch.autograd.grad(loss(module, x), [*module.parameters(), x])
+    parts = []
+    for part in x.split(samples):
+        model.zero_grad()
+        x.grad = None
+        loss(model, part).backward()
+        parts.append([model.weight.grad_sample.sum(0), model.bias.grad_sample.sum(0), x.grad])
+    assert_all_close([sum(each) for each in zip(*parts, strict=True)], whole)

@@ -393,9 +393,18 @@ def batch_norm(
     mean, var = running_mean.repeat(x.shape[0]), running_var.repeat(x.shape[0])
 
     def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        return F.batch_norm(x, mean, var, weight, bias, False, momentum, eps)
+        y = F.batch_norm(x, mean, var, weight, bias, False, momentum, eps)
+        return with_contiguous_gradient(y) if single else y
 
+    single = x.shape[0] == 1
     return _as_one_sample(norm, x, weight, bias)
+
+
+def with_contiguous_gradient(y: Tensor) -> Tensor:
+    """A single sample normalized in eval mode: torch's own derivative is wrong where a gradient arrives permuted."""
+    if y.requires_grad:
+        y.register_hook(Tensor.contiguous)
+    return y
 
 
 def _by_channel(

@@ -31,6 +31,7 @@ from expanded_nn.common.modes import (
 )
 from expanded_nn.common.shared import stood_for
 from expanded_nn.layers.linear import linear
+from expanded_nn.layers.norm import with_contiguous_gradient
 from expanded_nn.modules.layout import refusal
 from expanded_nn.recording.lift import OfAllSamples
 
@@ -77,6 +78,9 @@ class OneSample(FunctionMode):
             return _linear(*args, **kwargs)
         if func is Tensor.view:
             return _view(*args, **kwargs)
+        if func is F.batch_norm:
+            y = func(*args, **kwargs)
+            return y if is_of_one_sample(y) else with_contiguous_gradient(y)
         if func in _STRIDED:
             return _strided(func, *args, **kwargs)
         if func in _KEEP_DTYPE:
@@ -266,7 +270,7 @@ _DERIVATIVES = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
 _ASKS = set(attributes("requires_grad"))
 _REQUIRES = {*_ASKS, Tensor.requires_grad_, Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
 _ATTENTIONS = {F.scaled_dot_product_attention, F.multi_head_attention_forward}
-_CORRECTED = {Tensor.register_hook, Tensor.view, F.embedding, F.embedding_bag, F.linear, *_ATTENTIONS}
+_CORRECTED = {Tensor.register_hook, Tensor.view, F.batch_norm, F.embedding, F.embedding_bag, F.linear, *_ATTENTIONS}
 _STRIDED = [*functions("as_strided", "as_strided_copy"), torch.ops.aten.as_strided, torch.ops.aten.as_strided.default]
 _KEEP_DTYPE = functions("layer_norm", "group_norm")  # of whose parts the batching rules promote
 # what autocast computes in its dtype, in float32 on a CPU, and as it is; the others it sees under a `vmap`, too
