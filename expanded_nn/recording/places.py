@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import EllipsisType, NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -136,7 +137,7 @@ def index_of(keys: tuple[Any, ...], dim: int, dims: int) -> Any:
 
 def keys_by_dim(index: Any, dims: int) -> list[Any]:
     """What an index says of each of so many dimensions; a mask may be for several."""
-    keys = index if isinstance(index, tuple) else (index,)
+    keys = keys_of(index)
     rest, by_dim = dims - sum(map(_length, keys)), list[Any]()
     for key in keys:
         by_dim += [slice(None)] * rest if key is Ellipsis else [key] * _length(key)
@@ -205,10 +206,17 @@ def _length(key: Any) -> int:
 
 
 def _getitem(input: Any, key: Any) -> Move | None:
-    keys = tuple(map(as_torch_takes, key if isinstance(key, tuple) else (key,)))
+    keys = tuple(map(as_torch_takes, keys_of(key)))
     if not any(isinstance(key, Tensor) for key in keys):
         return None
     return Move(input, input.shape, range(input.dim()), keys)
+
+
+def keys_of(key: Any) -> tuple[Any, ...]:
+    """The keys of an index; torch takes a list for a tuple where more than numbers are in it."""
+    of_tuple = slice, EllipsisType, NoneType, Tensor
+    is_tuple = isinstance(key, tuple) or (isinstance(key, list) and any(isinstance(part, of_tuple) for part in key))
+    return tuple(key) if is_tuple else (key,)
 
 
 def as_torch_takes(key: Any) -> Any:
