@@ -177,11 +177,11 @@ class Keeping(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(4))
+        self.kept: list[Tensor] = []
 
     def forward(self, input: Tensor) -> Tensor:
-        scaled = input * self.scale
-        self.kept = scaled
-        return scaled
+        self.kept.append(input * self.scale)
+        return self.kept[-1]
 
 
 class Folding(nn.Linear):

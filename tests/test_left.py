@@ -22,6 +22,8 @@ class Attention(nn.Module):
     def __init__(self, leave: Leave) -> None:
         super().__init__()
         self.parts, self.leave, self.calls = nn.Linear(D, 3 * D), leave, 0
+        self.register_buffer("buffer", torch.zeros(1))
+        self.state = {"left": torch.zeros(1)}
 
     def forward(self, x: Tensor) -> Tensor:  # (B, T, D)
         q, k, v = self.parts(x).chunk(3, -1)
@@ -89,11 +91,35 @@ def assert_as_plain(model: Any, module: Any, call: Call, used: Callable[[Any], T
     assert_close_rows(rows_of(model), expected)
     plain = copy.deepcopy(module)
     call.on(plain)
-    left, of_plain = (tree_leaves(each.attention.left) for each in (model, plain))
+    parts = model.attention, plain.attention
+    left, of_plain = (tree_leaves([part.left, part.buffer, part.state]) for part in parts)
     assert_all_close(left, of_plain)
     assert [x.requires_grad for x in left] == [x.requires_grad for x in of_plain]
     assert model.attention.calls == before + 1
     module.attention.calls += 1
+    module.attention.buffer = plain.attention.buffer.detach()
+    module.attention.state = {key: x.detach() for key, x in plain.attention.state.items()}
+
+
+def in_a_buffer(m: Any, weights: Tensor) -> Tensor:
+    m.buffer = weights.amax(-1)
+    return m.buffer
+
+
+def in_a_dict(m: Any, weights: Tensor) -> Tensor:
+    m.state["left"] = weights
+    m.state["new"] = weights[:, 0]
+    return m.state["left"] * m.state["new"][:, None]
+
+
+def in_what_was_there(m: Any, weights: Tensor) -> Tensor:
+    """A running mean, which is of all samples."""
+    m.buffer = 0.9 * m.buffer + weights.detach().mean()
+    m.state["left"] = m.state["left"] + m.buffer
+    return weights
+
+
+OF_EACH_SAMPLE |= {leave.__name__: (leave, lambda left: left) for leave in (in_a_buffer, in_a_dict, in_what_was_there)}
 
 
 def calls() -> list[Call]:

@@ -835,11 +835,6 @@ def write_into_a_buffer(m: Any, x: Tensor) -> Tensor:
     return m.scale * x
 
 
-def replace_a_buffer(m: Any, x: Tensor) -> Tensor:
-    m.layer.running = 0.9 * m.layer.running + x.detach().mean((0, 1))
-    return m.scale * x
-
-
 def write_a_part_of_a_buffer(m: Any, x: Tensor) -> Tensor:
     m.layer.running[0] = x.detach().mean()
     return m.scale * x
@@ -879,7 +874,6 @@ def return_an_object(m: Any, x: Tensor) -> tuple[Tensor, Box]:
 
 REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "buffer in place": (write_into_a_buffer, r"part \(Own\): .*the buffer 'layer\.running'"),
-    "buffer replaced": (replace_a_buffer, r"part \(Own\): its forward keeps tensors in the buffer 'running'"),
     "part of a buffer": (write_a_part_of_a_buffer, r"part \(Own\): .*the buffer 'layer\.running'"),
     "attribute": (fill_an_attribute, r"part \(Own\): its forward keeps tensors in attribute 'kept'"),
     "branch": (branch_on_a_value, r"part \(Own\): its forward does what vmap cannot follow.*@expands"),
@@ -1725,3 +1719,82 @@ def test_a_forward_that_counts_in_a_mapping_of_another_class() -> None:
     for number in (1, 2, 3):
         total_loss(model, call).backward()
         assert model.calls == {"forward": number}
+
+
+class InLists(nn.Module):
+    """Its parameters stand in lists within lists of modules, or in dicts."""
+
+    def __init__(self, *, of_modules: bool) -> None:
+        super().__init__()
+        scale, shift = nn.Parameter(values(D).abs()), nn.Parameter(values(D))
+        self.layer = nn.Linear(D, D).double()
+        if of_modules:
+            self.parts: Any = nn.ModuleDict(
+                {"0": nn.ParameterDict({"scale": scale}), "1": nn.ModuleList([nn.ParameterList([shift])])}
+            )
+        else:
+            self.parts = nn.ModuleList([nn.ParameterDict({"scale": scale}), nn.ParameterList([shift])])
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.parts.values() if isinstance(self.parts, nn.ModuleDict) else self.parts
+        while isinstance(second[0], nn.ParameterList):
+            second = second[0]
+        return self.layer(x * first["scale"]) + second[0]
+
+
+@pytest.mark.parametrize("of_modules", [False, True])
+@pytest.mark.parametrize("around", [False, True])
+def test_lists_of_parameters_within_lists(of_modules: bool, around: bool) -> None:
+    module = InLists(of_modules=of_modules)
+    module = nn.Sequential(nn.Linear(D, D), module).double() if around else module
+    model, call = enn.convert(module).per_sample(loss_reduction="sum"), features(T, D)(B)
+    for _ in range(3):
+        model.zero_grad()
+        total_loss(model, call).backward()
+        assert_close_rows(rows_of(model), loop(module, call, B))
+
+
+class Rotary(nn.Module):
+    """Keeps what it computes of a frozen parameter in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frequencies = nn.Parameter(values(D), requires_grad=False)
+        self.register_buffer("kept", torch.zeros(2 * T, D, dtype=torch.float64), persistent=False)
+        self.length = 0
+
+    def forward(self, length: int) -> Tensor:
+        if self.length < length:
+            self.kept[:length] = torch.arange(length)[:, None] * self.frequencies
+            self.length = length
+        return self.kept[:length]
+
+
+def test_a_frozen_parameter_in_a_buffer() -> None:
+    module = Own(lambda m, x: m.layer(x * m.scale) * m.rotary(x.shape[1]).cos(), layer=nn.Linear(D, D), rotary=Rotary())
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    for length in (T, T, T + 1, 2):
+        call = features(length, D)(B)
+        model.zero_grad()
+        total_loss(model, call).backward()
+        assert_close_rows(rows_of(model), loop(module, call, B))
+    assert model.rotary.length == T + 1
+
+
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence:UserWarning")
+@pytest.mark.parametrize("where", [slice(1, 3), torch.tensor([2, 0])])
+def test_an_index_that_is_a_list(where: Any) -> None:
+    """Torch takes it for a tuple."""
+
+    class Indexed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(D, D).double(), nn.Linear(D, 2).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x)[[slice(None), where]].sum(1, keepdim=True) * x)
+
+    module, call = Indexed(), features(D)(B)
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    total_loss(model, call).backward()
+    assert_close_rows(rows_of(model), loop(module, call, B))

@@ -7,7 +7,8 @@ from itertools import islice, product
 from types import ModuleType
 from typing import Any
 
-from torch import Tensor, device, dtype, nn, strided
+from torch import Tensor, device, dtype, nn, stack, strided
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -216,3 +217,21 @@ def in_memory_order(
         return function(x, *others)
     results = function(x.transpose(0, 1), *(other.transpose(0, 1) for other in others))
     return tree_map(lambda result: result.transpose(0, 1), results)
+
+
+def stacked(results: Sequence[Tensor]) -> Tensor:
+    """What samples have returned, one after the other, as one tensor; shorter ones are filled up with zeros.
+
+    So `pad_packed_sequence` fills a batch up. Whether it is right is for the comparison with the whole batch to say.
+    """
+    shapes = {result.shape for result in results}
+    if len(shapes) > 1 and len({len(shape) for shape in shapes}) == 1:
+        sizes = [max(sizes) for sizes in zip(*shapes, strict=True)]
+        results = [_filled_up(result, sizes) for result in results]
+    return stack(list(results))
+
+
+def _filled_up(part: Tensor, sizes: Sequence[int]) -> Tensor:
+    missing = [size - own for size, own in zip(sizes, part.shape, strict=True)]
+    filled: Tensor = pad(part, [number for size in reversed(missing) for number in (0, size)])
+    return filled

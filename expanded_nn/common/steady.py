@@ -264,9 +264,10 @@ class Undo:
             return True
         return any(version_of(x) != version for x, version in self.versions)
 
-    def put_back(self) -> None:
-        """Takes all of it back."""
-        self.random.restore()
+    def put_back(self, *, drawn: bool = True) -> None:
+        """Takes all of it back; random states only if what was `drawn` is to be drawn again."""
+        if drawn:
+            self.random.restore()
         self.updates.take_back()
         for container, before in self.containers:
             put_back(container, before)

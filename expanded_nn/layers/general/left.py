@@ -1,4 +1,4 @@
-"""What a forward leaves in attributes, as `self.attention = weights`.
+"""What a forward leaves in attributes and buffers, and in dicts among these, as `self.attention = weights`.
 
 What each sample has by itself is a part of what the forward gives: it is collected beside what is returned, compared
 like that, and set when the samples are together. What they have only together, as a loss that balances experts, or what
@@ -7,7 +7,7 @@ is of parameters alone, is left as the plain forward leaves it, and no loss may 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +19,27 @@ from expanded_nn.common.containers import flatten
 from expanded_nn.common.outside import NOTHING
 from expanded_nn.common.steady import OURS
 
-# the name of a module within the one whose forward runs, and that of an attribute
-Place = tuple[str, str]
+
+class Place(NamedTuple):
+    """Where a forward leaves something."""
+
+    path: str  # the name of a module within the one whose forward runs
+    table: str  # the attribute of it that holds the dict, as `_buffers`; empty for the attributes themselves
+    key: Any
+
+    @property
+    def name(self) -> str:
+        """What it is called in messages."""
+        if self.table == "_buffers":
+            return f"the buffer {self.key!r}"
+        return f"attribute {self.key!r}" if not self.table else f"attribute {self.table!r}, by the key {self.key!r}"
+
+    def dict_in(self, owners: Mapping[str, nn.Module]) -> dict[Any, Any]:
+        """The dict that it is in; an empty one where the module or the dict is no longer there."""
+        attributes = owners[self.path].__dict__ if self.path in owners else {}
+        held = attributes.get(self.table) if self.table else attributes
+        return held if isinstance(held, dict) else {}
+
 
 # attributes that a forward does not write, or that are looked at one by one
 NOT_ITS_OWN = {*OURS, "_buffers", *(name for name in vars(nn.Module()) if name.startswith("_"))}
@@ -38,21 +57,20 @@ def with_left(module: nn.Module, places: Sequence[Place], forward: Callable[[], 
     if not places:
         return forward()
     owners = dict(module.named_modules())
-    places = [(path, name) for path, name in places if path in owners]
-    before = [owners[path].__dict__.get(name, NOTHING) for path, name in places]
+    dicts = [place.dict_in(owners) for place in places]
+    before = [held.get(place.key, NOTHING) for held, place in zip(dicts, places, strict=True)]
     left: dict[Place, Any] = {}
     try:
         returned = forward()
     finally:  # a checkpoint that computes again ends it early
-        for (path, name), value in zip(places, before, strict=True):
-            attributes = owners[path].__dict__
-            if attributes.get(name, value) is value:
+        for held, place, value in zip(dicts, places, before, strict=True):
+            if held.get(place.key, value) is value:
                 continue
-            left[path, name] = attributes[name]
+            left[place] = held[place.key]
             if value is NOTHING:
-                del attributes[name]
+                del held[place.key]
             else:
-                attributes[name] = value
+                held[place.key] = value
     return Given(returned, left)
 
 
@@ -61,8 +79,8 @@ def put_in_place(module: nn.Module, given: Any) -> Any:
     if type(given) is not Given:
         return given
     owners = dict(module.named_modules())
-    for (path, name), value in given.left.items():
-        owners[path].__dict__[name] = value
+    for place, value in given.left.items():
+        place.dict_in(owners)[place.key] = value
     return given.returned
 
 
@@ -79,7 +97,7 @@ class _OfNoSample(torch.autograd.Function):
         where, name = ctx.said
         raise complaint(
             where,
-            f"a loss uses what its forward has left in attribute {name!r}, of which no sample has a part of its own",
+            f"a loss uses what its forward has left in {name}, of which no sample has a part of its own",
             "a loss of what each sample has by itself",
             "Leave it out, or take its value alone, by detach(). For a parameter use expanded_nn.expanded(parameter) "
             "in the loss, by view(-1, 1, ...) with as many dimensions as what it meets there.",
@@ -89,13 +107,13 @@ class _OfNoSample(torch.autograd.Function):
 def close(module: Any, places: Sequence[Place]) -> None:
     """Lets no loss use what a forward has left in these places."""
     owners = dict(module.named_modules()) if places else {}
-    for path, name in places:
-        attributes = owners[path].__dict__ if path in owners else {}
-        if name in attributes:
-            leaves, structure = flatten(attributes[name])
-            kind = type(owners[path]).__name__
-            where = f"{path} ({kind})" if path else kind
-            attributes[name] = tree_unflatten([_closed(leaf, where, name) for leaf in leaves], structure)
+    for place in places:
+        held = place.dict_in(owners)
+        if place.key in held:
+            leaves, structure = flatten(held[place.key])
+            kind = type(owners[place.path]).__name__
+            where = f"{place.path} ({kind})" if place.path else kind
+            held[place.key] = tree_unflatten([_closed(leaf, where, place.name) for leaf in leaves], structure)
 
 
 def _closed(leaf: Any, where: str, name: str) -> Any:
@@ -108,15 +126,22 @@ class Before:
     """The attributes of a module and of those within it, before its forward."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.attributes = [(path, vars(owner), dict(vars(owner))) for path, owner in module.named_modules()]
+        self.dicts: list[tuple[str, str, dict[Any, Any], dict[Any, Any]]] = []  # the last one is as it was
+        for path, owner in module.named_modules():
+            attributes = owner.__dict__
+            self.dicts.append((path, "", attributes, {**attributes}))
+            own = ((name, value) for name, value in attributes.items() if name not in NOT_ITS_OWN or name == "_buffers")
+            self.dicts += [(path, name, value, {**value}) for name, value in own if isinstance(value, dict)]
 
     def places(self) -> list[Place]:
         """Where the forward has left tensors."""
         return [
-            (path, name)
-            for path, now, before in self.attributes
-            for name in now.keys() - NOT_ITS_OWN
-            if now[name] is not before.get(name, NOTHING) and _holds_tensors_alone(now[name])
+            Place(path, table, key)
+            for path, table, now, before in self.dicts
+            for key, value in now.items()
+            if (table or key not in NOT_ITS_OWN)
+            and value is not before.get(key, NOTHING)
+            and _holds_tensors_alone(value)
         ]
 
 

@@ -11,7 +11,6 @@ from traceback import walk_tb
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import (
     tree_leaves,
@@ -21,11 +20,11 @@ from torch.utils._pytree import (
 )
 
 from expanded_nn._errors import PerSampleError, complaint
-from expanded_nn.common.batch import FOLDED, contents, may_have_derivatives, unfolded
+from expanded_nn.common.batch import FOLDED, contents, may_have_derivatives, stacked, unfolded
 from expanded_nn.common.containers import flatten
 from expanded_nn.common.modes import checkpoint_hooks, of_all
 from expanded_nn.common.shared import laid_out
-from expanded_nn.common.steady import Attributes, RandomStates, Traces
+from expanded_nn.common.steady import Attributes, RandomStates, Traces, Undo
 from expanded_nn.common.traced import FirstEager, OnlyEager, is_traced
 from expanded_nn.layers.general.left import NOT_ITS_OWN, Given, Place, put_in_place, with_left
 from expanded_nn.layers.general.one_sample import OneSample, ids_of_one_sample, is_of_one_sample
@@ -52,6 +51,11 @@ NOT_OF_THE_FORWARD = (torch.OutOfMemoryError, FirstEager, OnlyEager)
 OF_PARAMETERS = (
     "For a parameter that is returned, write parameter.expand_as(a tensor that has one), or leave it out and use "
     "expanded_nn.expanded(parameter) in the loss, by view(-1, 1, ...) with as many dimensions as what it meets there."
+)
+
+# what to do with a module that sets its parameters by the first batch
+OF_FIRST_FORWARDS = (
+    "If it does so at its first forward alone, as ActNorm does, call the model once before per_sample(True)."
 )
 
 # in place of the samples' dimension in a result, which is a number that each sample has: their mean, or their sum
@@ -232,7 +236,7 @@ class Mapper:
         args, kwargs = tree_unflatten(alone, tree_structure((self.call.args, self.call.kwargs)))
         pairs = zip(self.originals.items(), weights, strict=True)
         lent = {place: Lent(original, weight) for (place, original), weight in pairs}
-        own = next(iter(weights), None) if self.makes_own else None
+        own = next(filter(is_of_one_sample, weights), None) if self.makes_own else None
         in_their_places = swapped(dict(zip(lent, weights, strict=True)), module.modules())
         with in_their_places, quiet_fallbacks(), OneSample(module, own):
             together = left_together(self.module, self.call)
@@ -255,16 +259,24 @@ class Mapper:
         return given if self.module._told.left.get(self.call.kind) else given.returned
 
     def _by_vmap(self, one_sample: Callable[..., list[Tensor]], leaves: list[Any]) -> list[Tensor]:
-        inputs = self.call.by_sample(leaves)
-        over_samples = torch.vmap(one_sample, in_dims=(0, [dim for _, dim in inputs]), randomness="different")
+        weights, inputs = self._weights(), self.call.by_sample(leaves)
+        in_dims = [dim for _, dim in weights], [dim for _, dim in inputs]
+        over_samples = torch.vmap(one_sample, in_dims=in_dims, randomness="different")
         with functions_looked_at():
-            return over_samples(self.expanded, [leaf for leaf, _ in inputs])
+            return over_samples([weight for weight, _ in weights], [leaf for leaf, _ in inputs])
+
+    def _weights(self) -> list[tuple[Tensor, int | None]]:
+        """The parameters, and where the samples stand in them; a frozen one is itself, as the forward may keep it."""
+        pairs = zip(self.expanded, self.originals.values(), strict=True)
+        if all(dim is None for dim in self.call.dims):  # `vmap` needs something to map
+            return [(weight, 0) for weight in self.expanded]
+        return [(own, None) if weight is not own and not own.requires_grad else (weight, 0) for weight, own in pairs]
 
     def _one_by_one(self, one_sample: Callable[..., list[Tensor]], leaves: list[Any]) -> list[Tensor]:
         """What `vmap` does, for one sample after the other."""
         batch = self.call.batch
         by_sample = [[x] * batch if dim is None else x.unbind(dim) for x, dim in self.call.by_sample(leaves)]
-        weights = [weight.unbind() for weight in self.expanded]
+        weights = [[weight] * batch if dim is None else weight.unbind() for weight, dim in self._weights()]
         results, traces = [], Traces([*self.module.modules()], leaves)
         for i in range(batch):
             results.append(one_sample([w[i] for w in weights], [x[i] for x in by_sample]))
@@ -279,7 +291,7 @@ class Mapper:
                 "a checkpoint that is not reentrant",
                 "Give the checkpoint use_reentrant=False.",
             )
-        return list(map(_stacked, zip(*results, strict=True)))
+        return list(map(stacked, zip(*results, strict=True)))
 
     def _not_folded(self, error: Exception) -> PerSampleError:
         """The error where the forward fails with an even part of the rows of a folded argument."""
@@ -297,6 +309,8 @@ class Mapper:
         remedy = "Write its per-sample forward with @expands, or keep the parameters in modules of torch.nn."
         if "stack expects" in str(error):
             remedy = "Let all samples give results of one size: pad_packed_sequence(..., total_length=x.shape[1])."
+        elif "`.data`" in str(error):
+            remedy = OF_FIRST_FORWARDS
         elif re.search("setup_context|generate_vmap_rule", str(error)):
             remedy = (
                 "Give a checkpoint use_reentrant=False, and an autograd Function of your own a setup_context and "
@@ -325,8 +339,8 @@ class Mapper:
             self.module,
             f"its forward changes in place what all samples share, such as a parameter ({error})",
             "a forward that leaves it as it is",
-            "Change parameters after the optimizer's step, or in the forward of a module around this one that has no "
-            "parameters of its own.",
+            f"{OF_FIRST_FORWARDS} Else change parameters after the optimizer's step, or in the forward of a module "
+            "around this one that has no parameters of its own.",
         )
 
     # What the forward leaves behind
@@ -340,10 +354,13 @@ class Mapper:
     @contextmanager
     def _nothing_of_one_sample(self, leaves: list[Any], *, thorough: bool) -> Iterator[None]:
         """Raises where the forward has left a tensor of one sample behind, in the module or in an argument."""
-        before = Attributes([*self.module.modules()])
-        yield
-        if self.leaves_traces:
-            before.put_back()
+        modules = [*self.module.modules()]
+        undo = Undo(modules) if left_together(self.module, self.call) else None
+        before = Attributes(modules)
+        with nullcontext() if undo is None else undo.updates:
+            yield
+        if undo is not None and self.leaves_traces:
+            undo.put_back(drawn=False)
         looked_into = object if thorough else (Tensor, dict, list, tuple)
         for module in self.module.modules():
             kept = [(f"attribute {name!r}", value) for name, value in vars(module).items() if name not in NOT_ITS_OWN]
@@ -489,20 +506,3 @@ def _with_samples_in(dim: int, results: Tensor) -> Tensor:
 def tensors_of(result: Any) -> list[Tensor]:
     """The tensors among the leaves of a result."""
     return [leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]
-
-
-def _stacked(results: Sequence[Tensor]) -> Tensor:
-    """What samples have returned, one after the other, as one tensor; shorter ones are filled up with zeros.
-
-    So `pad_packed_sequence` fills a batch up. Whether it is right is for the comparison with the whole batch to say.
-    """
-    shapes = {result.shape for result in results}
-    if len(shapes) > 1 and len({len(shape) for shape in shapes}) == 1:
-        sizes = [max(sizes) for sizes in zip(*shapes, strict=True)]
-        results = [_filled_up(result, sizes) for result in results]
-    return torch.stack(list(results))
-
-
-def _filled_up(part: Tensor, sizes: Sequence[int]) -> Tensor:
-    missing = [size - own for size, own in zip(sizes, part.shape, strict=True)]
-    return F.pad(part, [number for size in reversed(missing) for number in (0, size)])
