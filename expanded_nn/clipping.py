@@ -289,7 +289,8 @@ def _set_grad(parameter: Tensor, total: Tensor, *, add: bool) -> None:
     total = complex_like(total, parameter).to(parameter.dtype)
     if is_shard(parameter):
         total = scattered(total, parameter)
-    parameter.grad = parameter.grad + total if add and parameter.grad is not None else total
+    # a tensor of its own, and no view of the sums of several: `grad.detach_()` refuses these
+    parameter.grad = parameter.grad + total if add and parameter.grad is not None else total.data
 
 
 def _factors(norms: Tensor, max_norm: MaxNorm) -> Tensor:

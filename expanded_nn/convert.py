@@ -6,7 +6,7 @@ import copy
 import weakref
 from functools import partial
 from pickle import PickleError
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -181,9 +181,12 @@ def _refers_to(value: Any, ids: set[int], depth: int = 3) -> bool:
         return depth > 0 and any(_refers_to(item, ids, depth - 1) for item in values)
     if isinstance(value, partial):
         return _refers_to(value.func, ids, depth)
+    if isinstance(value, MethodType):  # what it is bound to is copied, where no function holds it
+        return _refers_to(value.__func__, ids, depth)
     if not isinstance(value, FunctionType):
         return False
     contents = [*variables_around(value), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    contents += [item.__self__ for item in contents if isinstance(item, MethodType)]
     return any(id(item) in ids or (depth > 0 and _refers_to(item, ids, depth - 1)) for item in contents)
 
 

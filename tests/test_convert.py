@@ -11,6 +11,7 @@ import re
 import typing
 from collections.abc import Callable
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -865,5 +866,34 @@ def test_a_base_without_attributes_comes_first(make: Callable[[], nn.Module]) ->
 def test_parametrized_with_such_a_base() -> None:
     module = parametrizations.weight_norm(Generic(3, 3))
     model, call = enn.convert(module).per_sample(loss_reduction="sum"), Call((torch.randn(4, 3),))
+    total_loss(model, call).backward()
+    assert_close_rows(rows_of(model), loop(module, call, 4))
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_a_function_that_holds_a_method_of_a_layer(bound: bool) -> None:
+    """In a copy it would go on using the original's weights."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    plain = module[0].forward
+    function = lambda *args: plain(args[-1]).relu()  # noqa: E731
+    module[0].forward = MethodType(function, module[0]) if bound else function
+    with pytest.raises(enn.ConversionError, match=r"0\.forward refers to this model"):
+        enn.convert(module)
+
+
+class Flat(nn.Module):
+    """Its parameters have dots in their names, as those of tensordict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._parameters["0.weight"] = nn.Parameter(torch.randn(3, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self._parameters["0.weight"]
+
+
+def test_names_of_parameters_with_dots() -> None:
+    module, call = nn.Sequential(Flat(), nn.Linear(2, 1)), Call((torch.randn(4, 3),))
+    model = enn.convert(module).per_sample(loss_reduction="sum")
     total_loss(model, call).backward()
     assert_close_rows(rows_of(model), loop(module, call, 4))

@@ -1260,3 +1260,13 @@ def test_inner_products_of_rows_in_two_dtypes() -> None:
     for product, wanted in ((one.gram(other), wide @ other.flatten().T), (other.gram(one), other.flatten() @ wide.T)):
         assert product.dtype == torch.float64
         torch.testing.assert_close(product, wanted, rtol=1e-5, atol=1e-4)
+
+
+def test_gradients_after_clipping_are_tensors_of_their_own() -> None:
+    """Some optimizers detach them in place, which a view refuses."""
+    model = enn.convert(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))).per_sample()
+    model(torch.randn(5, 4)).square().mean().backward()
+    enn.clip_grad_sample_norms_(model, 1.0)
+    for parameter in model.parameters():
+        parameter.grad.detach_().zero_()
+    assert not any(parameter.grad.any() for parameter in model.parameters())

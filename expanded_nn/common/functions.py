@@ -28,3 +28,5 @@ def attributes(*names: str) -> list[Any]:
 
 _OPERATORS_IN_PLACE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ipow__"}
 SIZES = {*attributes("shape"), *functions("size", "__len__", "numel", "nelement")}
+# what has no batching rule of its own, and what does the same
+WITHOUT_RULE: dict[Any, Any] = {torch.moveaxis: torch.movedim, Tensor.moveaxis: Tensor.movedim}

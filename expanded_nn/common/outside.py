@@ -37,7 +37,7 @@ NOTHING = object()  # in place of a value that is not there
 class Outside:
     """What the user's functions that a forward may call keep outside of modules, as it is now.
 
-    These are the methods of the modules' classes, and the functions that these name; of classes, objects and files of
+    These are the methods of the modules' classes, their forward hooks, and the functions that these name; of classes, objects and files of
     the user's that they name, the methods and functions as well. What they keep is in global variables, in variables of
     enclosing functions, in attributes, and in lists, sets and dicts within these.
     """
@@ -50,6 +50,8 @@ class Outside:
         self._left: deque[tuple[Any, Iterable[str]]] = deque()  # each with the words of the function that refers to it
         for module in modules:
             self._left.append((type(module), ()))
+            hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+            self._left += [(hook, ()) for hook in hooks]
             for value in vars(module).values():
                 functions = value if isinstance(value, list | tuple) else (value,)
                 self._left += [(each, ()) for each in functions if isinstance(each, _FUNCTIONS)]
@@ -137,12 +139,12 @@ def put_back(container: Any, before: Any, kept: Iterable[Any] = ()) -> None:
             base.clear(container)  # a class of the user's may have another
             getattr(base, "update" if base is set else "extend")(container, before)
         return
-    for key in [key for key in container if key not in before and key not in kept]:
+    for key in [key for key in container.keys() if key not in before and key not in kept]:  # noqa: SIM118
         base.__delitem__(container, key)
     changed = {key: value for key, value in before.items() if base.get(container, key, NOTHING) is not value}
     if changed:
         base.update(container, changed)
-    if not kept and not all(map(is_, container, before)):
+    if not kept and not all(map(is_, container.keys(), before)):
         base.clear(container)
         base.update(container, before)
 

@@ -31,7 +31,7 @@ from expanded_nn.common.containers import is_packed, leaves_of, rebuilt
 from expanded_nn.common.meanwhile import quiet
 from expanded_nn.common.modes import uncounted, unseen, without_fused_inference
 from expanded_nn.common.rounding import are_equal, are_like, are_near, has_numbers, near
-from expanded_nn.common.steady import BeforeForward, RandomStates, WithoutChance, attributes_of
+from expanded_nn.common.steady import Attributes, BeforeForward, RandomStates, WithoutChance, attributes_of
 from expanded_nn.common.traced import wait_for_values
 from expanded_nn.factored import FactoredTensor
 from expanded_nn.recording.graph import graph_of
@@ -96,6 +96,9 @@ class Halves:
         batch: B.
         number: That of the call, which says at random which samples are compared.
     """
+
+    calls_hooks = False  # whether the forward hooks of modules within are called, as they change results
+    left: Attributes  # what the last forward has left
 
     def __init__(
         self, module: Any, forward: Callable[[Any, Any], Any], arguments: Any, batch: int, number: int
@@ -165,6 +168,9 @@ class Halves:
                     whole, is_random = self.run(self.forward, self.leaves)
             except Exception:  # the forward itself will say so
                 return None
+            of_whole, hooked = self.left, whole if is_random else self._with_hooks(whole)
+            if hooked is not whole:
+                of_whole, whole = self.left, hooked
             if self.looks_at < 2:
                 return refusal_of_another_model(self, whole, is_random=is_random)
             dims = self._dims_of_results(is_random=is_random)
@@ -176,7 +182,7 @@ class Halves:
                 return self._refusal(what, self.recorder)
             # hooks that a backward would call
             has_hooks = any(each._backward_hooks or each._backward_pre_hooks for each in self.module.modules())
-            parameter = None if dims is None or has_hooks else self._seen_by_others(whole, dims)
+            parameter = None if dims is None or has_hooks else self._seen_by_others(whole, dims, of_whole)
             is_clear, of_another = dims is not None and parameter is None, None
             has_strange = is_clear and any(_has_graph(whole[number]) for number in self.strange)
             if is_clear and is_first:
@@ -195,6 +201,20 @@ class Halves:
         if has_strange and of_another is None:
             self._warn_of_number()
         return of_another
+
+    def _with_hooks(self, whole: list[Any]) -> list[Any]:
+        """What is in the result, where hooks of modules within may change it; if one does, they are called from now on."""
+        within = (module for module in self.module.modules() if module is not self.module)
+        if not any(module._forward_hooks or module._forward_pre_hooks for module in within):
+            return whole
+        self.calls_hooks = True
+        try:
+            with without_fused_inference:
+                found, _ = self.run(self.forward, self.leaves)
+        except Exception:
+            found = whole
+        self.calls_hooks = not are_like(found, whole)
+        return found if self.calls_hooks else whole
 
     def _warn_of_number(self) -> None:
         warn(
@@ -352,8 +372,10 @@ class Halves:
     def _result(self, forward: Callable[[Any, Any], Any], leaves: list[Any]) -> list[Any]:
         """What is in the result of a forward."""
         args, kwargs = rebuilt(self.arguments, map(_copied, leaves), is_packed)
-        with self.before.without_traces(hooks=False, updates=True), quiet():  # the forward itself will give them
-            return leaves_of(forward(args, kwargs), is_packed)
+        with self.before.without_traces(hooks=self.calls_hooks, updates=True), quiet():  # the forward will give them
+            found = leaves_of(forward(args, kwargs), is_packed)
+            self.left = Attributes([*self.module.modules()])
+        return found
 
     def plain(self, args: Any, kwargs: Any) -> Any:
         return type(self.module).forward(self.module, *args, **kwargs)  # not one that others have put around it
@@ -365,7 +387,7 @@ class Halves:
         with torch.set_grad_enabled(with_graph), uncounted(), plain, without_fused_inference, chance:
             yield
 
-    def _seen_by_others(self, whole: list[Any], dims: list[int | None]) -> Tensor | None:
+    def _seen_by_others(self, whole: list[Any], dims: list[int | None], left: Attributes) -> Tensor | None:
         """A parameter whose rows of some samples have gradients of other samples' results, if there is one."""
         places = zip(whole, dims, strict=False)  # there are none where nothing tells
         ends = [(x, dim) for x, dim in places if dim is not None and _has_graph(x)]
@@ -378,7 +400,10 @@ class Halves:
         for own, others in ((some, ~some), (~some, some)):
             weights = [_numbers_for(own, x, dim, generator) for x, dim in ends]
             try:
-                with self.before.without_traces():  # of the hooks on tensors of the forward
+                with (
+                    self.before.without_traces()
+                ):  # of the hooks on tensors of the forward, which may need what it left
+                    left.put_back()
                     by = [*expanded.values()]
                     rows = torch.autograd.grad(results, by, weights, retain_graph=True, allow_unused=True)
             except RuntimeError:  # as of a reentrant checkpoint

@@ -1142,3 +1142,59 @@ def test_a_mixing_forward_with_a_state_is_refused_at_the_first_call() -> None:
 
     with pytest.raises(enn.PerSampleError, match=MEETS):
         enn.convert(Mixing()).per_sample()(torch.randn(6, 3, 4))
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_forward_hook_that_mixes(before: bool) -> None:
+    """And one that changes each sample by itself, which is right."""
+    model = enn.convert(Between(torch.tanh))
+    layer = model.second
+    for change, mixes in ((lambda x: x.sin(), False), (lambda x: x - x.mean(0), True)):
+        if before:
+            handle = layer.register_forward_pre_hook(lambda module, args, change=change: (change(args[0]),))
+        else:
+            handle = layer.register_forward_hook(lambda module, args, output, change=change: change(output))
+        model = enn.convert(enn.revert(model)).per_sample(loss_reduction="sum", escalate=False)  # as at a first call
+        if mixes:
+            with pytest.raises(enn.PerSampleError, match=MEETS):
+                model(torch.randn(6, 4))
+        else:
+            right(model, torch.randn(6, 4))
+        handle.remove()
+        layer = model.second
+
+
+def test_what_a_forward_hook_keeps_in_a_comparison_is_undone() -> None:
+    heard: list[Tensor] = []
+    model = enn.convert(Between(torch.tanh)).per_sample()
+    model.second.register_forward_hook(lambda module, args, output: heard.append(output))
+    for count in (1, 2, 3):
+        train(model, 1)
+        assert len(heard) == count
+
+
+def test_a_hook_that_removes_itself() -> None:
+    """As one that solves for the gradient of a fixed point, by the tensor that it is a hook of."""
+
+    class FixedPoint(nn.Module):
+        hook: Any = None
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.third = nn.Linear(4, 5), nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.first(x).detach().requires_grad_()
+            h = torch.tanh(y) + self.first(x)
+
+            def solve(grad: Tensor) -> Tensor:
+                self.hook.remove()  # it would call itself without end
+                return torch.autograd.grad(h, y, grad, retain_graph=True)[0] + grad
+
+            if h.requires_grad:
+                self.hook = h.register_hook(solve)
+            return self.third(h)
+
+    model = enn.convert(FixedPoint()).per_sample(loss_reduction="sum")
+    for _ in range(3):
+        right(model, torch.randn(5, 4))

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from expanded_nn.common.containers import flatten
-from expanded_nn.common.functions import is_in_place
+from expanded_nn.common.functions import WITHOUT_RULE, is_in_place
 from expanded_nn.common.modes import checkpoint_hooks, no_torch_function, unseen
 from expanded_nn.common.shared import is_shared
 from expanded_nn.core import cost
@@ -336,7 +336,7 @@ def by_vmap(func: Any, args: Any, kwargs: Any) -> Any:
         left = iter(values)
         filled = [next(left) if is_mapped else leaf for leaf, is_mapped in zip(shared, are_mapped, strict=True)]
         args, kwargs = tree_unflatten(filled, structure)
-        return func(*args, **kwargs)
+        return WITHOUT_RULE.get(func, func)(*args, **kwargs)
 
     def results(*values: Tensor) -> list[Tensor]:
         nonlocal of_results

@@ -177,6 +177,7 @@ class Mapper:
     expanded: list[Tensor]  # the same, `(B, *shape)`
     guests: set[int]  # the ids of those that have come with a batch dimension of their own
     makes_own: bool = False  # whether all that the forward makes is each sample's own, see `OneSample`
+    counts: bool = False  # whether a loss may come of what it gives, and not a comparison alone
     leaves_traces: bool = False  # whether the plain forward has to run for what it leaves in attributes
 
     def __call__(self, leaves: list[Any], *, thorough: bool = True) -> Mapped:
@@ -277,11 +278,20 @@ class Mapper:
         batch = self.call.batch
         by_sample = [[x] * batch if dim is None else x.unbind(dim) for x, dim in self.call.by_sample(leaves)]
         weights = [[weight] * batch if dim is None else weight.unbind() for weight, dim in self._weights()]
-        results, traces = [], Traces([*self.module.modules()], leaves)
+        results, traces, undo = [], Traces([*self.module.modules()], leaves), Undo([*self.module.modules()])
         for i in range(batch):
-            results.append(one_sample([w[i] for w in weights], [x[i] for x in by_sample]))
+            with undo.updates:
+                results.append(one_sample([w[i] for w in weights], [x[i] for x in by_sample]))
             if not traces.take_back():
                 raise keeping(self.module, "an attribute, a buffer or an argument")
+            if self.counts and undo.updates.changed:
+                raise refusal(
+                    self.module,
+                    "its samples go through it one after the other, and it changes a buffer or an attribute by .data, "
+                    "which what the sample before has computed may need",
+                    "a forward that makes it anew",
+                    "Write self.noise = torch.randn_like(self.noise) for self.noise.data.normal_().",
+                )
         self.leaves_traces |= traces.taken_back
         ends = (result.grad_fn for of_sample in results for result in of_sample)
         if any(type(node).__name__ == "CheckpointFunctionBackward" for node in graph_of(*ends)):

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import swap_tensors
 from torch.utils._pytree import tree_leaves, tree_map
 
-from expanded_nn.common.functions import attributes, functions, is_in_place
+from expanded_nn.common.functions import WITHOUT_RULE, attributes, functions, is_in_place
 from expanded_nn.common.modes import (
     FunctionMode,
     autocast_dtype,
@@ -76,6 +76,8 @@ class OneSample(FunctionMode):
             self._refuse_hook(args[0])
         if func is F.linear:
             return _linear(*args, **kwargs)
+        if func in WITHOUT_RULE:
+            return WITHOUT_RULE[func](*args, **kwargs)
         if func is Tensor.view:
             return _view(*args, **kwargs)
         if func is F.batch_norm:
@@ -270,7 +272,7 @@ _DERIVATIVES = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
 _ASKS = set(attributes("requires_grad"))
 _REQUIRES = {*_ASKS, Tensor.requires_grad_, Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
 _ATTENTIONS = {F.scaled_dot_product_attention, F.multi_head_attention_forward}
-_CORRECTED = {Tensor.register_hook, Tensor.view, F.batch_norm, F.embedding, F.embedding_bag, F.linear, *_ATTENTIONS}
+_CORRECTED = {Tensor.register_hook, Tensor.view, F.batch_norm, F.embedding, F.embedding_bag, F.linear}
 _STRIDED = [*functions("as_strided", "as_strided_copy"), torch.ops.aten.as_strided, torch.ops.aten.as_strided.default]
 _KEEP_DTYPE = functions("layer_norm", "group_norm")  # of whose parts the batching rules promote
 # what autocast computes in its dtype, in float32 on a CPU, and as it is; the others it sees under a `vmap`, too
@@ -278,7 +280,7 @@ _IN_LOWER = {*functions("addmm", "baddbmm", "addbmm", "prelu", "scaled_dot_produ
 _IN_LOWER.update(functions(*(f"conv{kind}{dims}d" for kind in ("", "_transpose") for dims in (1, 2, 3))))
 _IN_HIGHER = {*filter(callable, vars(torch.fft).values()), *functions("cdist")}
 _OF_AUTOCAST = _IN_LOWER | _IN_HIGHER | {*functions("mv", "dot")}
-_CORRECTED |= {*_DERIVATIVES, *_REQUIRES, *_STRIDED, *_KEEP_DTYPE, *_OF_AUTOCAST}
+_CORRECTED |= {*WITHOUT_RULE, *_ATTENTIONS, *_DERIVATIVES, *_REQUIRES, *_STRIDED, *_KEEP_DTYPE, *_OF_AUTOCAST}
 
 
 def _embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any) -> Tensor:

@@ -111,9 +111,10 @@ class General(Expanded):
         """The parameters of its own, those in lists included: where they are, and their number of dimensions."""
         own: list[tuple[Slot, Tensor, int]] = []
         for name, rank in (self._ranks or {}).items():
-            module, (*path, leaf) = cast(nn.Module, self), name.split(".")
-            for child in path:  # not by `get_submodule`: a list may have the name of a method
-                module = cast(nn.Module, module._modules[child])
+            module, leaf = cast(nn.Module, self), name
+            # not by `get_submodule`: a list may have the name of a method, and a parameter one with dots
+            while leaf not in module._parameters and (child := module._modules.get(leaf.partition(".")[0])) is not None:
+                module, leaf = child, leaf.partition(".")[2]
             parameter = module._parameters.get(leaf)
             if parameter is not None:
                 own.append(((module, leaf), parameter, rank))
@@ -246,6 +247,7 @@ class General(Expanded):
         if not mapper.guests and not is_known:
             wait_for_values("a module of the general rule is compared with its plain forward first")
         trial = None if mapper.guests or is_known else Trial(mapper)
+        mapper.counts = True
         before = Undo([*modules_in(self)]) if is_known and told.leaves_something and not is_traced() else None
         try:
             with trial.by_samples() if trial else before.updates if before else nullcontext():
