@@ -1798,3 +1798,49 @@ def test_an_index_that_is_a_list(where: Any) -> None:
     model = enn.convert(module).per_sample(loss_reduction="sum")
     total_loss(model, call).backward()
     assert_close_rows(rows_of(model), loop(module, call, B))
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["of_a_parameter", "of_a_sample"])
+def test_moveaxis(own: bool) -> None:
+    """It has no batching rule of its own."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        turned = torch.moveaxis(x if own else m.scale * m.layer.weight.tanh(), -1, 0)
+        return m.layer(x) * (m.scale * turned.moveaxis(0, -1) if own else turned.sum(0))
+
+    module = Own(forward, layer=nn.Linear(D, D))
+    model, call = enn.convert(module).per_sample(loss_reduction="sum"), features(T, D)(B)
+    for _ in range(2):
+        model.zero_grad()
+        total_loss(model, call).backward()
+        assert_close_rows(rows_of(model), loop(module, call, B))
+
+
+class Memory(nn.Module):
+    """Learns by a step of its own in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.layer = nn.Parameter(values(D, D)), nn.Linear(D, D).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        def loss(weight: Tensor, x: Tensor) -> Tensor:
+            return (x @ weight - x).square().sum()
+
+        step = torch.vmap(torch.func.grad(loss))(self.start.expand(len(x), D, D), x)
+        return self.layer(x) @ (self.start - 0.1 * step)
+
+
+@pytest.mark.filterwarnings("ignore:.*sample by sample:expanded_nn.PerSampleWarning")
+def test_functional_derivatives_beside_what_is_kept() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        m.rotary(x.shape[1])
+        m.last = x.mean().detach()
+        return m.memory(m.scale * x)
+
+    module = Own(forward, memory=Memory(), rotary=Rotary())
+    model, call = enn.convert(module).per_sample(loss_reduction="sum"), features(T, D)(B)
+    for _ in range(3):
+        model.zero_grad()
+        total_loss(model, call).backward()
+        assert_close_rows(rows_of(model), loop(module, call, B))

@@ -37,9 +37,9 @@ NOTHING = object()  # in place of a value that is not there
 class Outside:
     """What the user's functions that a forward may call keep outside of modules, as it is now.
 
-    These are the methods of the modules' classes, their forward hooks, and the functions that these name; of classes, objects and files of
-    the user's that they name, the methods and functions as well. What they keep is in global variables, in variables of
-    enclosing functions, in attributes, and in lists, sets and dicts within these.
+    These are the methods of the modules' classes, their forward hooks, and the functions that these name; of classes,
+    objects and files of the user's that they name, the methods and functions as well. What they keep is in global
+    variables, in variables of enclosing functions, in attributes, and in lists, sets and dicts within these.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:

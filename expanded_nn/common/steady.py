@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from expanded_nn._errors import is_ours
 from expanded_nn.common.batch import contents, marked_like
 from expanded_nn.common.functions import is_in_place
-from expanded_nn.common.modes import FunctionMode, is_batched, unseen, version_of
+from expanded_nn.common.modes import FunctionMode, has_no_values, unseen, version_of
 from expanded_nn.common.outside import NOTHING, Outside, is_users_object, put_back
 from expanded_nn.common.shared import is_parameter
 
@@ -230,7 +230,7 @@ class _Updates(FunctionMode):
 
     def _is_a_part_of(self, x: Any) -> bool:
         """Whether a tensor is one of them, or shows a part of one."""
-        if not (type(x) is Tensor or isinstance(x, nn.Parameter)) or is_batched(x) or x.layout is not torch.strided:
+        if not (type(x) is Tensor or isinstance(x, nn.Parameter)) or has_no_values(x) or x.layout is not torch.strided:
             return False
         return x.untyped_storage().data_ptr() in self.memory
 

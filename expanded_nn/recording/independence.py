@@ -203,7 +203,10 @@ class Halves:
         return of_another
 
     def _with_hooks(self, whole: list[Any]) -> list[Any]:
-        """What is in the result, where hooks of modules within may change it; if one does, they are called from now on."""
+        """What is in the result, where hooks of modules within may change it; if one does, all are called from now on.
+
+        What they keep is undone, as far as it is found.
+        """
         within = (module for module in self.module.modules() if module is not self.module)
         if not any(module._forward_hooks or module._forward_pre_hooks for module in within):
             return whole
