@@ -4,6 +4,7 @@ import os
 import sys
 import sysconfig
 import warnings
+from collections.abc import Iterable
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,21 @@ MADE_BY_LIBRARIES = (  # the "files" of code that is made; not "<stdin>", nor a 
     "<__array_function__ ",
     "<eval_with_key>",
 )
+
+
+def _folders_of_packages(folders: Iterable[str]) -> list[str]:
+    """The folders in which packages are installed, as by `--user` and `--target`; not that of the script that runs."""
+    of_the_user = {Path.cwd(), Path(sys.path[0] if sys.path else "").resolve()}
+    others = (Path(folder) for folder in folders if folder and Path(folder).resolve() not in of_the_user)
+    return [f"{folder}{os.sep}" for folder in others if any(folder.glob("*.dist-info"))]
+
+
 # the folders of modules and classes that are not the user's: of Python's own library and of installed packages as well
-NOT_THE_USERS = (*LIBRARIES, *(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")))
+NOT_THE_USERS = (
+    *LIBRARIES,
+    *(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")),
+    *_folders_of_packages(sys.path),
+)
 
 
 def is_ours(made: Any) -> bool:

@@ -19,6 +19,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial, partialmethod, singledispatch
 from os import getenv as of_environment
+from pathlib import Path
 from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -32,6 +33,7 @@ from torch.overrides import TorchFunctionMode
 
 import expanded_nn as enn
 from cases import EVEN_SAME
+from expanded_nn import _errors
 from expanded_nn.compile import NEW_KINDS
 from some import some_of
 from test_compiled_step import assert_same, classified, graphs, perceptron, samples, small
@@ -1566,3 +1568,13 @@ def test_objects_that_raise_where_they_are_asked() -> None:
     for x, y in samples(4, 4):
         assert_same_results(model, compiled, step, x, y)
     assert graphs(compiled)
+
+
+def test_folders_of_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of installed packages, as by `pip install --target`; not the one in which the script is."""
+    packages, script, own = (tmp_path / name for name in ("packages", "script", "own"))
+    for folder in (packages, script):
+        (folder / "something-1.0.dist-info").mkdir(parents=True)
+    own.mkdir()
+    monkeypatch.setattr(sys, "path", [str(script), str(packages), str(own), ""])
+    assert _errors._folders_of_packages(sys.path) == [f"{packages}{os.sep}"]

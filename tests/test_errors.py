@@ -1289,6 +1289,25 @@ class Counted(torch.autograd.Function):
         return g, None
 
 
+@refused(r"Draws: its samples go through it one after the other, and it changes a buffer .*randn_like\(self\.noise\)")
+def noise_that_is_drawn_into_a_buffer() -> None:
+    class Draws(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3))
+            self.register_buffer("noise", torch.zeros(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.noise.data.normal_()
+            self.penalty = self.scale.square().sum()
+            return x * self.scale * self.noise
+
+    enn.alone(Draws)
+    model = enn.convert(Draws()).per_sample()
+    model._loops = True  # else it is the cause of the error that names what `vmap` cannot follow
+    model(torch.randn(2, 3))
+
+
 @refused(r"Leaves: a loss uses what its forward has left in attribute 'left', of which no sample.*by detach\(\)")
 def a_loss_of_what_all_samples_have_together() -> None:
     class Leaves(nn.Module):

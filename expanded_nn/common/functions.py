@@ -28,5 +28,7 @@ def attributes(*names: str) -> list[Any]:
 
 _OPERATORS_IN_PLACE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ipow__"}
 SIZES = {*attributes("shape"), *functions("size", "__len__", "numel", "nelement")}
+# what changes other arguments in place than its first, and does not say so by their versions: observers of quantization
+CHANGED: dict[Any, slice] = {torch.fused_moving_avg_obs_fake_quant: slice(3, 7)}
 # what has no batching rule of its own, and what does the same
 WITHOUT_RULE: dict[Any, Any] = {torch.moveaxis: torch.movedim, Tensor.moveaxis: Tensor.movedim}

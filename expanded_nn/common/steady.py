@@ -27,10 +27,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from expanded_nn._errors import is_ours
 from expanded_nn.common.batch import contents, marked_like
-from expanded_nn.common.functions import is_in_place
+from expanded_nn.common.functions import CHANGED, is_in_place
 from expanded_nn.common.modes import FunctionMode, has_no_values, unseen, version_of
 from expanded_nn.common.outside import NOTHING, Outside, is_users_object, put_back
 from expanded_nn.common.shared import is_parameter
+from expanded_nn.common.traced import is_traced
 
 # The attributes that the library sets on modules: by `per_sample`, by the general rule, by what layers have seen of
 # inputs. A forward that starts over puts back all attributes but those in `OURS`; an Embedding's `_takes_labels` is put
@@ -163,12 +164,22 @@ class StateBefore:
         self.random.restore()
         for container, before in self.containers:
             put_back(container, before, kept=OURS)
-        changed = [(tensor, before) for tensor, version, before in self.tensors if tensor._version != version]
+        changed = [
+            (tensor, before)
+            for tensor, version, before in self.tensors
+            if tensor._version != version or (before is not None and _has_changed_unseen(tensor, before))
+        ]
         with torch.no_grad():
             for tensor, before in changed:
                 if before is not None:
                     tensor.copy_(before)
         return all(before is not None for _, before in changed)
+
+
+def _has_changed_unseen(tensor: Tensor, before: Tensor) -> bool:
+    """Whether a tensor has other values, as by `.data` or by an observer, which leave its version."""
+    tells = tensor.layout is torch.strided and not tensor.is_meta and not is_traced()
+    return tells and not torch.equal(tensor, before)
 
 
 class Attributes:
@@ -223,9 +234,11 @@ class _Updates(FunctionMode):
         return {data.untyped_storage().data_ptr() for _, data in self.data}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if is_in_place(func) and self.data:
+        places = slice(1) if is_in_place(func) else CHANGED.get(func)
+        if places is not None and self.data:
             with unseen():
-                self.changed += [(x.data, x.detach().clone()) for x in tree_leaves(args[:1]) if self._is_a_part_of(x)]
+                changed = filter(self._is_a_part_of, tree_leaves(args[places]))
+                self.changed += [(x.data, x.detach().clone()) for x in changed]
         return func(*args, **(kwargs or {}))
 
     def _is_a_part_of(self, x: Any) -> bool:

@@ -41,10 +41,10 @@ def pass_of_recomputation(recorder: RecorderLike, module: nn.Module, batch: int 
     if any(module in [*other.modules()][1:] for other in looped):
         raise complaint(
             recorder.name_of(module),
-            "an autograd Function computes it again in the backward, as a checkpoint written by hand does, and the "
-            "samples have gone through a module around it one after the other",
-            "a checkpoint of torch's",
-            "Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False).",
+            "an autograd Function computes it again in the backward, as a checkpoint written by hand or an adjoint "
+            "method does, and the samples have gone through a module around it one after the other",
+            "a checkpoint of torch's, or a plain backward",
+            "Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False); of torchdiffeq odeint, not odeint_adjoint.",
         )
     recorder.backward.enter(delivers=False)
     candidates = _passes_at_running_node(recorder)

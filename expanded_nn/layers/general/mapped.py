@@ -287,10 +287,11 @@ class Mapper:
             if self.counts and undo.updates.changed:
                 raise refusal(
                     self.module,
-                    "its samples go through it one after the other, and it changes a buffer or an attribute by .data, "
-                    "which what the sample before has computed may need",
+                    "its samples go through it one after the other, and it changes a buffer or an attribute in place "
+                    "without autograd's knowledge, as .data does, though what samples have computed may need it",
                     "a forward that makes it anew",
-                    "Write self.noise = torch.randn_like(self.noise) for self.noise.data.normal_().",
+                    "Write self.noise = torch.randn_like(self.noise) for self.noise.data.normal_(). Switch observers "
+                    "of quantization off, model.apply(torch.ao.quantization.disable_observer).",
                 )
         self.leaves_traces |= traces.taken_back
         ends = (result.grad_fn for of_sample in results for result in of_sample)
