@@ -1289,6 +1289,24 @@ class Counted(torch.autograd.Function):
         return g, None
 
 
+@refused(
+    r"torch\.autograd\.grad: it was asked for a derivative by a weight that is computed from parameters.*functional"
+)
+def an_inner_step_within_the_forward() -> None:
+    class Learns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            weights = {name: p.clone() for name, p in self.layer.named_parameters()}
+            loss = torch.func.functional_call(self.layer, weights, x).square().sum()
+            torch.autograd.grad(loss, list(weights.values()), allow_unused=True)  # as the package `higher` does
+            return self.layer(x)
+
+    enn.convert(Learns()).per_sample()(torch.randn(1, 3))
+
+
 @refused(r"Draws: its samples go through it one after the other, and it changes a buffer .*randn_like\(self\.noise\)")
 def noise_that_is_drawn_into_a_buffer() -> None:
     class Draws(nn.Module):

@@ -178,7 +178,7 @@ class StateBefore:
 
 def _has_changed_unseen(tensor: Tensor, before: Tensor) -> bool:
     """Whether a tensor has other values, as by `.data` or by an observer, which leave its version."""
-    tells = tensor.layout is torch.strided and not tensor.is_meta and not is_traced()
+    tells = tensor.layout is torch.strided and not (tensor.is_meta or is_traced() or has_no_values(tensor))
     return tells and not torch.equal(tensor, before)
 
 

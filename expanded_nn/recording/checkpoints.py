@@ -44,7 +44,7 @@ def pass_of_recomputation(recorder: RecorderLike, module: nn.Module, batch: int 
             "an autograd Function computes it again in the backward, as a checkpoint written by hand or an adjoint "
             "method does, and the samples have gone through a module around it one after the other",
             "a checkpoint of torch's, or a plain backward",
-            "Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False); of torchdiffeq odeint, not odeint_adjoint.",
+            "Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False); torchdiffeq: odeint, not odeint_adjoint.",
         )
     recorder.backward.enter(delivers=False)
     candidates = _passes_at_running_node(recorder)

@@ -64,6 +64,9 @@ class Expand(torch.autograd.Function):
         return total, None, None, None
 
 
+_IS_EXPANDED = "_is_expanded_by_a_layer"  # an attribute of tensors
+
+
 class ExpandComputed(torch.autograd.Function):
     """A weight computed from parameters, expanded; the backward turns its rows into rows of the parameters."""
 
@@ -71,6 +74,7 @@ class ExpandComputed(torch.autograd.Function):
     def forward(ctx: Any, computed: Computed, batch: int, *expanded: Tensor) -> Tensor:
         ctx.computed = computed
         ctx.save_for_backward(*expanded)
+        setattr(computed.weight, _IS_EXPANDED, True)
         weight = computed.weight.detach()
         return weight.expand(batch, *weight.shape)
 
@@ -85,6 +89,27 @@ class ExpandComputed(torch.autograd.Function):
             return None, None, *computed.differentiable(saved_tensors(ctx), materialized(rows))
         with meanwhile(computed.recorder.backward, computed=ctx):
             return None, None, *rows_of_sources(computed.weight, leaves, rows)
+
+
+def derivatives(args: Any, kwargs: Any) -> Any:
+    """What `torch.autograd.grad` gives.
+
+    Raises:
+        PerSampleError: If it gives nothing by a weight that is computed from parameters and that a layer has expanded:
+            the layer's result depends on those parameters, and not on it.
+    """
+    found = torch.autograd.grad(*args, **kwargs)
+    inputs = args[1] if len(args) > 1 else kwargs["inputs"]
+    pairs = zip([inputs] if isinstance(inputs, Tensor) else inputs, found, strict=False)
+    if any(grad is None and hasattr(x, _IS_EXPANDED) for x, grad in pairs):
+        raise complaint(
+            "torch.autograd.grad",
+            "it was asked for a derivative by a weight that is computed from parameters, and a layer in per-sample "
+            "mode depends on these alone",
+            "derivatives by parameters, or by weights that are given to the layers by functional_call",
+            "Write the inner step with torch.func.functional_call(net, weights, x), outside of the model's forward.",
+        )
+    return found
 
 
 def rows_of_sources(result: Tensor, sources: Sequence[Tensor], rows: Tensor) -> Sequence[Tensor | None]:

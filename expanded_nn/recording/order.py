@@ -30,7 +30,7 @@ from expanded_nn.core.cost import is_symbol
 from expanded_nn.recording import callers, constants, places
 from expanded_nn.recording.backward import in_transform
 from expanded_nn.recording.batch_parts import LOOKED_AT, BatchParts
-from expanded_nn.recording.expand import comes_from_rows
+from expanded_nn.recording.expand import comes_from_rows, derivatives
 from expanded_nn.recording.places import Move, Moved
 from expanded_nn.recording.settings import RecorderLike
 from expanded_nn.recording.shared_results import Copies, Form, repeat_over_samples
@@ -77,6 +77,8 @@ class Order(FunctionMode):
             if args and self.copies.known:
                 self._look_at_size(func, *args, **kwargs)
             return func(*args, **kwargs)
+        if func is torch.autograd.grad:
+            return derivatives(args, kwargs)
         if func is Tensor.repeat and self.copies.known and len(args) > 1:
             x, times = args[0], args[1] if isinstance(args[1], Sequence) else args[1:]
             if self.copies.repeats_over_samples(x, *times):
