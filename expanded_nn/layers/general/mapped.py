@@ -20,12 +20,13 @@ from torch.utils._pytree import (
 )
 
 from expanded_nn._errors import PerSampleError, complaint
-from expanded_nn.common.batch import FOLDED, contents, may_have_derivatives, stacked, unfolded
+from expanded_nn.common.batch import FOLDED, contents, may_have_derivatives, stacked
 from expanded_nn.common.containers import flatten
-from expanded_nn.common.modes import checkpoint_hooks, of_all
+from expanded_nn.common.modes import of_all
 from expanded_nn.common.shared import laid_out
 from expanded_nn.common.steady import Attributes, RandomStates, Traces, Undo
 from expanded_nn.common.traced import FirstEager, OnlyEager, is_traced
+from expanded_nn.layers.general.called import Called, is_cache
 from expanded_nn.layers.general.left import NOT_ITS_OWN, Given, Place, put_in_place, with_left
 from expanded_nn.layers.general.one_sample import OneSample, ids_of_one_sample, is_of_one_sample
 from expanded_nn.layers.general.own_functions import functions_looked_at
@@ -73,33 +74,6 @@ def keeping(module: Any, what: str) -> PerSampleError:
     )
 
 
-@dataclasses.dataclass
-class Called:
-    """What a forward is called with."""
-
-    args: Any
-    kwargs: Any
-    batch: int
-    leaves: list[Any]  # of `args` and `kwargs`
-    dims: list[int | None]  # where the samples stand in each leaf, if it has any, or `FOLDED`
-    inputs: list[Tensor]  # the tensors among the leaves, but for single numbers
-    kind: Any  # what a trial finds holds for all calls of the same kind
-
-    def by_sample(self, leaves: list[Any]) -> list[tuple[Any, int | None]]:
-        """Leaves like those of the call, folded ones with a dimension for the samples, and where the samples stand."""
-        return [unfolded(leaf, dim, self.batch) for leaf, dim in zip(leaves, self.dims, strict=True)]
-
-    def kind_of_ways(self) -> Any:
-        """The `kind` for comparisons with the forward on the whole batch.
-
-        A checkpoint counts what is saved, even for a result that is dropped. So in it sizes that equal B by chance,
-        which may lead another way, make another kind.
-        """
-        if checkpoint_hooks() is None:
-            return self.kind
-        return self.kind, *(bool(n == self.batch) for tensor in self.inputs for n in tensor.shape)
-
-
 def _is_outermost(module: Any) -> bool:
     """Whether the user called it. A number that an inner module returns may be used by other samples."""
     recorder = module._recorder
@@ -110,26 +84,6 @@ def left_together(module: Any, call: Called) -> Sequence[Place]:
     """The attributes in which a forward leaves what no sample has a part of, if no forward around it reads them."""
     together: Sequence[Place] = module._told.together.get(call.kind, ())
     return together if together and _is_outermost(module) else ()
-
-
-def is_cache(leaf: Any) -> bool:
-    """Whether it is a cache, which models of `transformers` return for decoding: no loss reads it."""
-    return "Cache" in type(leaf).__name__
-
-
-def of_sample(leaf: Tensor, dim: int, sample: int, batch: int) -> Tensor:
-    """The part of one sample, as a batch of one."""
-    if dim != FOLDED:
-        return leaf.narrow(dim, sample, 1)
-    count = len(leaf) // batch
-    return leaf[sample * count : (sample + 1) * count]
-
-
-def once_per_sample(x: Tensor, dim: int, batch: int) -> Tensor:
-    """A tensor; if it has a single row that all samples share, that row once per sample."""
-    if x.dim() <= dim or dim < 0 or x.shape[dim] != 1:
-        return x
-    return x.expand(*x.shape[:dim], batch, *x.shape[dim + 1 :])
 
 
 @dataclasses.dataclass

@@ -29,13 +29,12 @@ from expanded_nn.common.modes import running_backward, uncounted, unseen
 from expanded_nn.common.rounding import near
 from expanded_nn.common.steady import RandomStates, Undo
 from expanded_nn.common.traced import is_traced, refuse_values, wait_for_values
+from expanded_nn.layers.general.called import Called, once_per_sample
 from expanded_nn.layers.general.left import close, put_in_place
 from expanded_nn.layers.general.mapped import (
     NOT_OF_THE_FORWARD,
-    Called,
     Mapper,
     left_together,
-    once_per_sample,
     tensors_of,
 )
 from expanded_nn.layers.general.opened import called

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from expanded_nn.common.modes import running_backward
+from expanded_nn.layers.general.called import Called
 from expanded_nn.layers.general.gradients import Verdict
 from expanded_nn.layers.general.left import Place
-from expanded_nn.layers.general.mapped import MEAN, SUM, Called, Mapped
+from expanded_nn.layers.general.mapped import MEAN, SUM, Mapped
 from expanded_nn.layers.general.samples import Memo
 
 

@@ -19,6 +19,7 @@ from expanded_nn.common.shared import memory_order
 from expanded_nn.common.steady import BeforeForward, WithoutChance
 from expanded_nn.factored import as_factored
 from expanded_nn.layers.general.batched import Batched
+from expanded_nn.layers.general.called import is_cache, of_sample, once_per_sample
 from expanded_nn.layers.general.gradients import (
     Verdict,
     are_alike,
@@ -35,10 +36,7 @@ from expanded_nn.layers.general.mapped import (
     SUM,
     Mapped,
     Mapper,
-    is_cache,
     moved,
-    of_sample,
-    once_per_sample,
     tensors_of,
 )
 from expanded_nn.layers.general.plain import Plain, is_float

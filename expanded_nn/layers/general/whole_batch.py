@@ -19,9 +19,10 @@ from expanded_nn.common.rounding import near
 from expanded_nn.common.steady import Undo
 from expanded_nn.common.traced import is_traced, wait_for_values
 from expanded_nn.core import cost
+from expanded_nn.layers.general.called import Called, of_sample
 from expanded_nn.layers.general.gradients import Verdict
 from expanded_nn.layers.general.left import with_left
-from expanded_nn.layers.general.mapped import MEAN, NOT_OF_THE_FORWARD, SUM, Called, of_sample, tensors_of
+from expanded_nn.layers.general.mapped import MEAN, NOT_OF_THE_FORWARD, SUM, tensors_of
 from expanded_nn.layers.general.own_functions import functions_looked_at
 from expanded_nn.layers.general.owners import Owners
 from expanded_nn.layers.general.plain import Plain
