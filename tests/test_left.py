@@ -23,6 +23,7 @@ class Attention(nn.Module):
         super().__init__()
         self.parts, self.leave, self.calls = nn.Linear(D, 3 * D), leave, 0
         self.register_buffer("buffer", torch.zeros(1))
+        self.register_buffer("count", torch.zeros(2))
         self.state = {"left": torch.zeros(1)}
 
     def forward(self, x: Tensor) -> Tensor:  # (B, T, D)
@@ -92,12 +93,12 @@ def assert_as_plain(model: Any, module: Any, call: Call, used: Callable[[Any], T
     plain = copy.deepcopy(module)
     call.on(plain)
     parts = model.attention, plain.attention
-    left, of_plain = (tree_leaves([part.left, part.buffer, part.state]) for part in parts)
+    left, of_plain = (tree_leaves([part.left, part.buffer, part.state, part.count]) for part in parts)
     assert_all_close(left, of_plain)
     assert [x.requires_grad for x in left] == [x.requires_grad for x in of_plain]
     assert model.attention.calls == before + 1
     module.attention.calls += 1
-    module.attention.buffer = plain.attention.buffer.detach()
+    module.attention.buffer, module.attention.count = plain.attention.buffer.detach(), plain.attention.count
     module.attention.state = {key: x.detach() for key, x in plain.attention.state.items()}
 
 
@@ -119,7 +120,16 @@ def in_what_was_there(m: Any, weights: Tensor) -> Tensor:
     return weights
 
 
-OF_EACH_SAMPLE |= {leave.__name__: (leave, lambda left: left) for leave in (in_a_buffer, in_a_dict, in_what_was_there)}
+def in_a_counter(m: Any, weights: Tensor) -> Tensor:
+    """As of the tokens that each expert has had."""
+    with torch.no_grad():
+        m.count.add_(torch.stack([(weights > 0.2).sum(), (weights <= 0.2).sum()]))
+        m.count[0] += 1
+    return weights
+
+
+WRITTEN = in_a_buffer, in_a_dict, in_what_was_there, in_a_counter
+OF_EACH_SAMPLE |= {leave.__name__: (leave, lambda left: left) for leave in WRITTEN}
 
 
 def calls() -> list[Call]:

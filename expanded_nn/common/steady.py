@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from expanded_nn._errors import is_ours
 from expanded_nn.common.batch import contents, marked_like
-from expanded_nn.common.functions import CHANGED, is_in_place
+from expanded_nn.common.functions import CHANGED, SIZES, attributes, is_in_place
 from expanded_nn.common.modes import FunctionMode, has_no_values, unseen, version_of
 from expanded_nn.common.outside import NOTHING, Outside, is_users_object, put_back
 from expanded_nn.common.shared import is_parameter
@@ -257,6 +257,27 @@ class _Updates(FunctionMode):
                     x.data = data
 
 
+class _Writes(_Updates):
+    """Likewise; and whether something has read one of the tensors, other than to change it."""
+
+    has_read = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs)
+        if not self.has_read and self.data and func not in _READS_NO_VALUES:
+            with unseen():
+                given = args[0] if is_in_place(func) else result  # a view, or what is changed, stays among them
+                others = () if self._is_a_part_of(given) else (args, kwargs)
+                self.has_read = any(map(self._is_a_part_of, tree_leaves(others)))
+        return result
+
+    def has_counted(self, x: Any) -> bool:
+        """Whether a tensor was changed, and nothing has read it."""
+        if self.has_read or not isinstance(x, Tensor) or not self._is_a_part_of(x):
+            return False
+        return any(x.untyped_storage().data_ptr() == part.untyped_storage().data_ptr() for part, _ in self.changed)
+
+
 class Undo:
     """What a forward leaves, to be taken back; `updates` is the context that sees what is changed in place."""
 
@@ -302,12 +323,17 @@ class Traces(Attributes):
     Args:
         modules: A module and those within it.
         arguments: What its forward is called with.
+
+    Attributes:
+        writes: The context that sees what the forward changes in place: counters, which it does not read, are put back.
     """
 
     def __init__(self, modules: list[nn.Module], arguments: Any) -> None:
         super().__init__(modules)
         self.arguments = arguments
         self.before = self._held()
+        held = tree_leaves(list(map(attributes_of, modules)))
+        self.writes = _Writes([x for x in held if isinstance(x, Tensor) and not x.requires_grad])
 
     def _held(self) -> list[tuple[Any, int]]:
         held = contents([*map(attributes_of, self.modules), self.arguments])
@@ -322,9 +348,14 @@ class Traces(Attributes):
         if any(getattr(value, "requires_grad", False) for value in left):
             return False
         self.put_back()
-        held = self._held()
+        held, counted = self._held(), self.writes.has_counted
         pairs = zip(self.before, held, strict=False)
-        return len(held) == len(self.before) and all(a is b and v == w for (a, v), (b, w) in pairs)
+        if len(held) != len(self.before) or any(a is not b or (v != w and not counted(a)) for (a, v), (b, w) in pairs):
+            return False
+        if self.writes.changed and not self.writes.has_read:
+            self.writes.take_back()
+            self.taken_back = True
+        return True
 
 
 class BeforeForward:
@@ -471,5 +502,6 @@ _FIXED: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "randint": lambda drawn, args: drawn.fill_(0 if isinstance(args[1], tuple | list) else args[0]),
     "randperm": lambda drawn, args: drawn.copy_(torch.arange(len(drawn)).roll(1)),  # the identity would hide mixing
 }
+_READS_NO_VALUES = {*SIZES, *attributes("data", "dtype", "device", "requires_grad", "is_cuda", "layout")}
 _DROPOUTS: set[Any] = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
 _DROPOUTS.add(F.multi_head_attention_forward)

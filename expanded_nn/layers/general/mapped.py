@@ -232,13 +232,13 @@ class Mapper:
         batch = self.call.batch
         by_sample = [[x] * batch if dim is None else x.unbind(dim) for x, dim in self.call.by_sample(leaves)]
         weights = [[weight] * batch if dim is None else weight.unbind() for weight, dim in self._weights()]
-        results, traces, undo = [], Traces([*self.module.modules()], leaves), Undo([*self.module.modules()])
+        results, traces = [], Traces([*self.module.modules()], leaves)
         for i in range(batch):
-            with undo.updates:
+            with traces.writes:
                 results.append(one_sample([w[i] for w in weights], [x[i] for x in by_sample]))
             if not traces.take_back():
                 raise keeping(self.module, "an attribute, a buffer or an argument")
-            if self.counts and undo.updates.changed:
+            if self.counts and traces.writes.changed and traces.writes.has_read:
                 raise refusal(
                     self.module,
                     "its samples go through it one after the other, and it changes a buffer or an attribute in place "
