@@ -170,8 +170,8 @@ def _other_rows(layer: Reader, x: Tensor, dim: int, argument: str, first_feature
     elif rows < batch:
         guess = (
             "Where only some samples take this way, run it for all and choose from its result, layer(x)[chosen]. Where "
-            "the first tensor has the nodes of several graphs or the members of several sets, call the model with one of "
-            'them at a time, per_sample(batch_size=1, loss_reduction="sum"). '
+            "the first tensor has the nodes of several graphs or the members of several sets, call the model with one "
+            'at a time, per_sample(batch_size=1, loss_reduction="sum"). '
         )
     forward, is_folded = forward_of(layer), batch > 0 and rows % batch == 0
     told = None if layer._recorder is None else layer._recorder.settings.batch_size
