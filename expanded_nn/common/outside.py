@@ -128,6 +128,16 @@ def is_users_object(value: Any) -> bool:
     return has_attributes and not isinstance(value, _WHOLE) and _is_class_of_users(type(value))
 
 
+def is_a_users_hook(hook: Any) -> bool:
+    """Whether a hook is a function or an object of the user's, so that what it keeps is found."""
+    while isinstance(hook, partial):
+        hook = hook.func
+    function = hook.__func__ if isinstance(hook, MethodType) else hook
+    if isinstance(function, FunctionType):
+        return not function.__code__.co_filename.startswith(NOT_THE_USERS)
+    return is_users_object(hook)
+
+
 def put_back(container: Any, before: Any, kept: Iterable[Any] = ()) -> None:
     """Gives a list, set or mapping the contents that it had before, where they are others.
 

@@ -30,6 +30,7 @@ from expanded_nn.common.batch import (
 from expanded_nn.common.containers import is_packed, leaves_of, rebuilt
 from expanded_nn.common.meanwhile import quiet
 from expanded_nn.common.modes import uncounted, unseen, without_fused_inference
+from expanded_nn.common.outside import is_a_users_hook
 from expanded_nn.common.rounding import are_equal, are_like, are_near, has_numbers, near
 from expanded_nn.common.steady import Attributes, BeforeForward, RandomStates, WithoutChance, attributes_of
 from expanded_nn.common.traced import wait_for_values
@@ -205,10 +206,12 @@ class Halves:
     def _with_hooks(self, whole: list[Any]) -> list[Any]:
         """What is in the result, where hooks of modules within may change it; if one does, all are called from now on.
 
-        What they keep is undone, as far as it is found.
+        What they keep is undone. Those of a library are not called, as what they keep is not found.
         """
-        within = (module for module in self.module.modules() if module is not self.module)
-        if not any(module._forward_hooks or module._forward_pre_hooks for module in within):
+        within = [module for module in self.module.modules() if module is not self.module]
+        tables = (table for module in within for table in (module._forward_hooks, module._forward_pre_hooks))
+        hooks = [hook for table in tables for hook in table.values()]
+        if not hooks or not all(map(is_a_users_hook, hooks)):
             return whole
         self.calls_hooks = True
         try:
