@@ -185,6 +185,10 @@ def test_random_branches(*, own: bool) -> None:
     assert refused < taken / 10
 
 
+def test_a_number_is_left_and_then_positions() -> None:
+    assert sum(play(766126, own=False))
+
+
 @pytest.mark.fuzz
 @settings(unhurried, max_examples=500)
 @given(st.integers(0, 2**32), st.booleans())

@@ -307,7 +307,7 @@ class Order(FunctionMode):
             return
         for x, dim in zip(results, dims, strict=True):
             usual = self._samples_dim(x.dim())
-            if dim != usual and x.dim() > max(dim, usual) and x.shape[dim] == x.shape[usual] == batch:
+            if 0 <= dim != usual and x.dim() > max(dim, usual) and x.shape[dim] == x.shape[usual] == batch:
                 self._note(
                     [Moved(f"what {type(layer).__name__} returns", None, line=callers.line_of_user(), dim=dim)], x
                 )
