@@ -99,7 +99,7 @@ class Halves:
     """
 
     calls_hooks = False  # whether the forward hooks of modules within are called, as they change results
-    left: Attributes  # what the last forward has left
+    left: Attributes  # what the forward whose results are compared has left
 
     def __init__(
         self, module: Any, forward: Callable[[Any, Any], Any], arguments: Any, batch: int, number: int
@@ -169,9 +169,7 @@ class Halves:
                     whole, is_random = self.run(self.forward, self.leaves)
             except Exception:  # the forward itself will say so
                 return None
-            of_whole, hooked = self.left, whole if is_random else self._with_hooks(whole)
-            if hooked is not whole:
-                of_whole, whole = self.left, hooked
+            whole = whole if is_random else self._with_hooks(whole)
             if self.looks_at < 2:
                 return refusal_of_another_model(self, whole, is_random=is_random)
             dims = self._dims_of_results(is_random=is_random)
@@ -183,7 +181,7 @@ class Halves:
                 return self._refusal(what, self.recorder)
             # hooks that a backward would call
             has_hooks = any(each._backward_hooks or each._backward_pre_hooks for each in self.module.modules())
-            parameter = None if dims is None or has_hooks else self._seen_by_others(whole, dims, of_whole)
+            parameter = None if dims is None or has_hooks else self._seen_by_others(whole, dims)
             is_clear, of_another = dims is not None and parameter is None, None
             has_strange = is_clear and any(_has_graph(whole[number]) for number in self.strange)
             if is_clear and is_first:
@@ -213,14 +211,17 @@ class Halves:
         hooks = [hook for table in tables for hook in table.values()]
         if not hooks or not all(map(is_a_users_hook, hooks)):
             return whole
-        self.calls_hooks = True
+        self.calls_hooks, left = True, self.left
         try:
             with without_fused_inference:
                 found, _ = self.run(self.forward, self.leaves)
         except Exception:
             found = whole
         self.calls_hooks = not are_like(found, whole)
-        return found if self.calls_hooks else whole
+        if self.calls_hooks:
+            return found
+        self.left = left
+        return whole
 
     def _warn_of_number(self) -> None:
         warn(
@@ -380,7 +381,8 @@ class Halves:
         args, kwargs = rebuilt(self.arguments, map(_copied, leaves), is_packed)
         with self.before.without_traces(hooks=self.calls_hooks, updates=True), quiet():  # the forward will give them
             found = leaves_of(forward(args, kwargs), is_packed)
-            self.left = Attributes([*self.module.modules()])
+            if forward is self.forward:
+                self.left = Attributes([*self.module.modules()])
         return found
 
     def plain(self, args: Any, kwargs: Any) -> Any:
@@ -393,7 +395,7 @@ class Halves:
         with torch.set_grad_enabled(with_graph), uncounted(), plain, without_fused_inference, chance:
             yield
 
-    def _seen_by_others(self, whole: list[Any], dims: list[int | None], left: Attributes) -> Tensor | None:
+    def _seen_by_others(self, whole: list[Any], dims: list[int | None]) -> Tensor | None:
         """A parameter whose rows of some samples have gradients of other samples' results, if there is one."""
         places = zip(whole, dims, strict=False)  # there are none where nothing tells
         ends = [(x, dim) for x, dim in places if dim is not None and _has_graph(x)]
@@ -406,10 +408,8 @@ class Halves:
         for own, others in ((some, ~some), (~some, some)):
             weights = [_numbers_for(own, x, dim, generator) for x, dim in ends]
             try:
-                with (
-                    self.before.without_traces()
-                ):  # of the hooks on tensors of the forward, which may need what it left
-                    left.put_back()
+                with self.before.without_traces():  # of the forward's hooks on tensors, which may need what it has left
+                    self.left.put_back()
                     by = [*expanded.values()]
                     rows = torch.autograd.grad(results, by, weights, retain_graph=True, allow_unused=True)
             except RuntimeError:  # as of a reentrant checkpoint

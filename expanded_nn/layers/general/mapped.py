@@ -321,7 +321,7 @@ class Mapper:
         """Raises where the forward has left a tensor of one sample behind, in the module or in an argument."""
         modules = [*self.module.modules()]
         undo = Undo(modules) if left_together(self.module, self.call) else None
-        before = Attributes(modules)
+        before = Attributes(modules) if undo is None else undo.attributes
         with nullcontext() if undo is None else undo.updates:
             yield
         if undo is not None and self.leaves_traces:
