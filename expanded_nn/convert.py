@@ -23,6 +23,9 @@ from expanded_nn.recording.recorder import Settings
 
 Model = TypeVar("Model", bound=nn.Module)
 
+_OF_TORCH = {*vars(nn.Module())}  # the attributes that each module has
+_HOOKS = {name for name in _OF_TORCH if "_hooks" in name}
+
 
 def convert(model: Model, *, inplace: bool = False) -> Model:
     """Turns every layer with parameters into its expanded twin; the model's classes stay what they are.
@@ -161,13 +164,16 @@ def _refuse_closures(model: nn.Module) -> None:
         )
     ids = {id(module) for module in model.modules() if any(True for _ in module.parameters())}
     ids |= {id(parameter) for parameter in model.parameters()}
+    attributes = [value for module in model.modules() for name, value in vars(module).items() if name not in _OF_TORCH]
+    of_hooks = ids | {id(value) for value in attributes if isinstance(value, dict | list | set)}  # where these keep it
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
-            if attribute not in ("_parameters", "_modules", "_buffers") and _refers_to(value, ids):
+            found = of_hooks if attribute in _HOOKS else ids
+            if attribute not in ("_parameters", "_modules", "_buffers") and _refers_to(value, found):
                 raise ConversionError(
-                    f"{name or type(model).__name__}.{attribute} refers to this model or its weights, by a function or "
-                    "a weak reference. In a copy it would go on using the original's. Convert the model in place, "
-                    "convert(model, inplace=True), or make the function a method."
+                    f"{name or type(model).__name__}.{attribute} refers to this model, its weights or its lists and "
+                    "dicts, by a function or a weak reference. In a copy it would go on using the original's. Convert "
+                    "the model in place, convert(model, inplace=True), or make the function a method."
                 )
 
 

@@ -881,6 +881,17 @@ def test_a_function_that_holds_a_method_of_a_layer(bound: bool) -> None:
         enn.convert(module)
 
 
+def test_a_hook_that_keeps_in_a_dict_of_the_model() -> None:
+    """A copy of the model would have a dict of its own, in which the hook keeps nothing."""
+    module: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    kept = module.kept = {}
+    module[0].register_forward_hook(lambda m, args, result: kept.update(result=result))
+    with pytest.raises(enn.ConversionError, match=r"0\._forward_hooks refers to .* dicts"):
+        enn.convert(module)
+    enn.convert(module, inplace=True)(torch.randn(3, 4))
+    assert module.kept["result"].shape == (3, 4)
+
+
 class Flat(nn.Module):
     """Its parameters have dots in their names, as those of tensordict."""
 

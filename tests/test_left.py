@@ -226,3 +226,31 @@ def test_a_weight_that_is_set_by_the_forward() -> None:
         sample_losses(call.on(model)).sum().backward()
         assert_close_rows(rows_of(model), expected)
         assert_close(model.lstm.weight_hh_l0, module.raw.detach() * 0.5)
+
+
+class Keep:
+    """A hook that keeps results in a dict, which others may have as well."""
+
+    def __init__(self, kept: dict[str, Tensor]) -> None:
+        self.kept = kept
+
+    def __call__(self, module: nn.Module, args: Any, result: Tensor) -> None:
+        self.kept["result"] = result
+
+
+@pytest.mark.filterwarnings("ignore:.*sample by sample:expanded_nn.PerSampleWarning")
+@pytest.mark.parametrize("forward", FORWARDS)
+def test_what_a_hook_keeps_for_the_forward(forward: Any) -> None:
+    def with_kept(m: Any, x: Tensor) -> Tensor:
+        y = forward(m, x)
+        return y * m.kept["result"].reshape(len(x), -1).mean(1)[:, None, None]
+
+    module: Any = Model(with_kept, OF_EACH_SAMPLE["without a gradient"][0])
+    module.kept = {}
+    module.linear.register_forward_hook(Keep(module.kept))
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    for call in calls():
+        expected = loop(module, call, len(call.args[0]))
+        model.zero_grad()
+        sample_losses(call.on(model)).sum().backward()
+        assert_close_rows(rows_of(model), expected)

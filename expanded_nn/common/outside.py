@@ -58,6 +58,11 @@ class Outside:
         while self._left and len(self._seen) < MOST:
             self._look(*self._left.popleft())
 
+    @property
+    def kept(self) -> set[int]:
+        """The ids of the lists, sets and dicts, which the functions would not find in a copy of them."""
+        return {id(container) for container, _ in self.containers}
+
     def put_back(self) -> None:
         """Gives all that has changed the value and the contents that it had."""
         for owner, name, value in self.places.values():

@@ -13,7 +13,7 @@ import inspect
 import random
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
 from operator import is_
@@ -380,7 +380,8 @@ class BeforeForward:
         updated = _Updates([parameter for parameter, _ in self.hooks] if updates else ())
         try:
             for owner, attributes in self.attributes:
-                vars(owner).update({key: _copied(value) for key, value in attributes.items() if key not in OURS})
+                own = ((key, value) for key, value in attributes.items() if key not in OURS)
+                vars(owner).update({key: _copied(value, self.outside.kept) for key, value in own})
                 if not hooks and isinstance(owner, nn.Module) and owner is not self.module:
                     vars(owner).update({key: OrderedDict() for key in _HOOKS})
             with updated if updates else nullcontext():
@@ -430,21 +431,23 @@ def _copied_argument(leaf: Any) -> Any:
         return leaf
 
 
-def _copied(value: Any) -> Any:
-    """Copies containers and the tensors in them; anything else is taken as it is."""
+def _copied(value: Any, kept: Collection[int] = ()) -> Any:
+    """Copies containers, but for those with the ids given, and the tensors in them; all else is taken as it is."""
     if isinstance(value, Tensor):
         return value if is_parameter(value) or value.requires_grad else value.clone()
+    if id(value) in kept:
+        return value
     if type(value) in (dict, OrderedDict) and not getattr(value, "__dict__", None):  # a module has a dozen empty ones
-        return type(value)((key, _copied(item)) for key, item in value.items())
+        return type(value)((key, _copied(item, kept)) for key, item in value.items())
     if isinstance(value, MutableMapping):
         mapping = copy.copy(value)
         for key, item in value.items():
-            mapping[key] = _copied(item)
+            mapping[key] = _copied(item, kept)
         return mapping
     if type(value) in (list, set, deque):
-        return type(value)(map(_copied, value))
+        return type(value)([_copied(item, kept) for item in value])
     if type(value) is tuple:
-        return tuple(map(_copied, value))
+        return tuple([_copied(item, kept) for item in value])
     return value
 
 
