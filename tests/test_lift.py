@@ -756,6 +756,60 @@ def test_module_that_puts_a_result_into_its_argument(pack: Callable[[Tensor, Ten
     assert_close_rows(rows_of(model), loop(module, call, B))
 
 
+def without_nans(x: Tensor) -> None:
+    x[torch.isnan(x)] = 0
+
+
+def within_bounds(x: Tensor) -> None:
+    if float(x.detach().abs().max()) > -1:
+        x.clamp_(min=-0.3)
+
+
+@pytest.mark.filterwarnings("ignore:.*sample by sample:expanded_nn.PerSampleWarning")
+@pytest.mark.parametrize("change", [without_nans, within_bounds])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_module_that_changes_its_argument_by_values(change: Callable[[Tensor], None], is_first: bool) -> None:
+    """In a loop each sample's part of it is changed."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        change(x)
+        return m.first(x * m.scale)
+
+    own = Own(forward, first=nn.Linear(D, 2))
+    module = own if is_first else nn.Sequential(nn.Linear(D, D).double(), own)
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    for samples in (B, B, B + 2, 1):
+        x = values(samples, D, seed=samples)
+        if is_first and change is without_nans:
+            x[0, 1] = torch.nan
+        given, of_plain = Call((x.clone(),)), Call((x.clone(),))
+        expected = loop(module, Call((x,)), samples)
+        model.zero_grad()
+        sample_losses(model(given.args[0])).sum().backward()
+        module(of_plain.args[0])
+        assert_close_rows(rows_of(model), expected)
+        assert torch.equal(given.args[0], of_plain.args[0])
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_module_that_changes_what_all_samples_share(reads: bool) -> None:
+    """In a loop it would be changed once for each sample."""
+
+    def forward(m: Any, x: Tensor, table: Tensor) -> Tensor:
+        if not reads or float(x.detach().abs().max()) > -1:
+            table[table > 0.5] += 1
+        return m.first(x * m.scale + table)
+
+    model = enn.convert(Own(forward, first=nn.Linear(D, 2))).per_sample()
+    table = torch.ones(D, dtype=torch.float64)
+    if reads:
+        with pytest.raises(enn.PerSampleError, match="its forward does what vmap cannot follow"):
+            model(values(B, D), table)
+    else:
+        model(values(B, D), table)
+        assert torch.equal(table, torch.full_like(table, 2))
+
+
 def test_keyword_and_other_arguments() -> None:
     def forward(m: Any, x: Tensor, *, context: Tensor, power: int, how: str = "add", mask: Tensor | None = None) -> Any:
         assert isinstance(power, int)

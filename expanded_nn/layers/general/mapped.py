@@ -22,7 +22,7 @@ from torch.utils._pytree import (
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn.common.batch import FOLDED, contents, may_have_derivatives, stacked
 from expanded_nn.common.containers import flatten
-from expanded_nn.common.modes import of_all
+from expanded_nn.common.modes import of_all, version_of
 from expanded_nn.common.shared import laid_out
 from expanded_nn.common.steady import Attributes, RandomStates, Traces, Undo
 from expanded_nn.common.traced import FirstEager, OnlyEager, is_traced
@@ -229,10 +229,10 @@ class Mapper:
 
     def _one_by_one(self, one_sample: Callable[..., list[Tensor]], leaves: list[Any]) -> list[Tensor]:
         """What `vmap` does, for one sample after the other."""
-        batch = self.call.batch
-        by_sample = [[x] * batch if dim is None else x.unbind(dim) for x, dim in self.call.by_sample(leaves)]
+        batch, compares, inputs = self.call.batch, leaves is not self.call.leaves, self.call.by_sample(leaves)
+        by_sample = [[x] * batch if dim is None else _parts(x, dim, compares) for x, dim in inputs]
         weights = [[weight] * batch if dim is None else weight.unbind() for weight, dim in self._weights()]
-        results, traces = [], Traces([*self.module.modules()], leaves)
+        results, traces = [], Traces([*self.module.modules()], [x for x, dim in inputs if dim is None])
         for i in range(batch):
             with traces.writes:
                 results.append(one_sample([w[i] for w in weights], [x[i] for x in by_sample]))
@@ -247,6 +247,10 @@ class Mapper:
                     "Write self.noise = torch.randn_like(self.noise) for self.noise.data.normal_(). Switch observers "
                     "of quantization off, model.apply(torch.ao.quantization.disable_observer).",
                 )
+        for (x, dim), parts in () if compares else zip(inputs, by_sample, strict=True):
+            if dim is not None and any(version_of(own) and not own._is_view() for own in parts):
+                with torch.no_grad():
+                    x.copy_(torch.stack(parts, dim))  # as they were changed
         self.leaves_traces |= traces.taken_back
         ends = (result.grad_fn for of_sample in results for result in of_sample)
         if any(type(node).__name__ == "CheckpointFunctionBackward" for node in graph_of(*ends)):
@@ -459,6 +463,15 @@ class Mapper:
         return tree_map(
             lambda x: x + nothing.to(x.dtype) if isinstance(x, Tensor) and may_have_derivatives(x) else x, result
         )
+
+
+def _parts(x: Tensor, dim: int, compares: bool) -> list[Tensor]:
+    """The parts that samples have of an argument.
+
+    They are copies, which may be changed in place, unless something derives by them outside of a comparison.
+    """
+    parts = x.unbind(dim)
+    return [*parts] if x.requires_grad and not compares else [part.clone() for part in parts]
 
 
 def _with_samples_in(dim: int, results: Tensor) -> Tensor:
