@@ -241,6 +241,28 @@ def test_whole_numbers_divide_as_precisely_as_the_rows_are() -> None:
     same(rows / torch.tensor(3), twin / torch.tensor(3))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(), (1, 1, 1), (B, 1, 1)])
+def test_division_by_other_dtypes_is_as_precise_as_the_rows_are(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    rows, twin = make("outer_2")
+    divisor = torch.full(shape, 3).to(dtype)
+    same(rows / divisor, twin / divisor)
+    if dtype == torch.float16 and not shape:
+        small = torch.tensor(6e-6, dtype=dtype)  # whose reciprocal is infinite in its dtype
+        same(rows / small, twin / small)
+
+
+@pytest.mark.filterwarnings("ignore:Casting complex values to real:UserWarning")
+@pytest.mark.parametrize("kind", KINDS)
+def test_complex_numbers_and_back(kind: str) -> None:
+    rows, twin = make(kind)
+    factor = torch.polar(torch.ones(B), torch.arange(B).double()).view(B, *[1] * (twin.dim() - 1))
+    phases = [x.to(torch.complex128) * factor for x in (rows, twin)]
+    same(*(x.mean(0) for x in phases))
+    same(*(x.real.to(torch.float32) for x in phases))
+    same(*(x.to(torch.float32) for x in phases))
+
+
 def test_every_entry_of_the_table_has_a_case() -> None:
     seen: set[Any] = set()
     table = dict(TABLE)

@@ -61,7 +61,9 @@ def _divided(rows: Any, divisor: Any) -> Any:
         return NotImplemented
     if not isinstance(divisor, Tensor):
         return _times(rows, 1.0 / divisor) if divisor != 0 else NotImplemented
-    return _times(rows, divisor.reciprocal()) if divisor.is_floating_point() else NotImplemented
+    if not divisor.is_floating_point():
+        return NotImplemented
+    return _times(rows, divisor.to(torch.promote_types(rows.dtype, divisor.dtype)).reciprocal())
 
 
 def _plus(rows: Any, other: Any, *, alpha: float = 1) -> Any:
@@ -131,6 +133,8 @@ def _converted(rows: Rows, *, dtype: Any = None, **options: Any) -> Any:
     asks_for_more = any(value is not None for key, value in options.items() if key != "non_blocking")
     if rows.is_dense or dtype is None or asks_for_more or not (dtype.is_floating_point or dtype.is_complex):
         return NotImplemented  # whole numbers of the factors would not be those of the rows
+    if dtype.is_complex != rows.is_complex():
+        return NotImplemented  # nor would real parts; and not all that convolves real factors convolves complex ones
     if torch.finfo(dtype).bits < 32 and dtype != rows.dtype:  # it may hold the rows, and not their factors
         return NotImplemented
     return rows._like(rows._remade(lambda term: term.to(dtype)), rows.shape, dtype)
