@@ -307,6 +307,30 @@ def test_rows_of_many_calls_are_clipped_after_the_last() -> None:
     assert len(graphs(step)) == 2
 
 
+@pytest.mark.filterwarnings("ignore:.*was set anew since:expanded_nn.PerSampleWarning")
+@pytest.mark.parametrize("calls", [2, 3, 4])
+@pytest.mark.parametrize("sets_anew", [False, True])
+def test_a_grad_that_the_user_changes_between_micro_batches(calls: int, sets_anew: bool) -> None:
+    """A graph and the step beside it leave `.grad` as it was noted: what is an error then is one here."""
+
+    def said(compiles: bool) -> str:
+        torch.manual_seed(0)
+        model = enn.convert(perceptron()).per_sample()
+        step = (lambda x, y: backward(model, x, y)) if not compiles else None
+        step = step or enn.compile(lambda x, y: backward(model, x, y), backend="eager")
+        for batch in samples(*[4] * calls):
+            step(*batch)
+        weight = model[0].weight
+        weight.grad = torch.ones_like(weight) if sets_anew else weight.grad.add_(1.0)
+        try:
+            step(*next(iter(samples(4))))
+        except enn.PerSampleError as error:
+            return str(error)
+        return f"{float(weight.grad.norm()):.4f}"
+
+    assert said(compiles=True) == said(compiles=False)
+
+
 def counted(model: nn.Module, x: Tensor, y: Tensor) -> int:
     backward(model, x, y)
     return model[0].weight.grad_sample.shape[0]  # type: ignore[no-any-return, union-attr, index]

@@ -167,6 +167,12 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def set_version(tensor: Tensor, version: int) -> None:
+    """Makes a tensor count as changed so often, where it has the numbers that it had then."""
+    if not tensor.is_inference():
+        torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
 def is_batched(tensor: Tensor) -> bool:
     """Whether a `vmap`, or a backward with `is_grads_batched=True`, maps over a tensor."""
     return torch._C._functorch.is_batchedtensor(tensor) or torch._C._functorch.is_legacy_batchedtensor(tensor)

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from expanded_nn._errors import first_line
-from expanded_nn.common.modes import set_grad_enabled, without_autocast
+from expanded_nn.common.modes import set_grad_enabled, set_version, version_of, without_autocast
 from expanded_nn.common.steady import RandomStates
 from expanded_nn.compiling.kinds import Call
 from expanded_nn.compiling.memory import memory_of
@@ -125,15 +125,21 @@ class Graph:
         inputs = self.inputs.of(call)
         if self.free_dims:
             inputs += [call.shapes[number][dim] for number, dim in self.free_dims]
-        if not isinstance(self.function, fx.GraphModule) and self.changed.share_memory(inputs, call.shapes):
+        # eagerly the graph's operations see each other's changes
+        changed_inputs = [] if isinstance(self.function, fx.GraphModule) else self.changed.indices
+        owners = self.inputs.owners(call) if self.outcome.filled else []
+        filled = [owners[number].grad for number, _ in self.outcome.filled]
+        if self.changed.share_memory(inputs, changed_inputs, filled, call.shapes):
             return "what it changes in place shares its memory with another tensor", inputs, (), lambda: None
-        saved = [(inputs[index], inputs[index].detach().clone()) for index in self.changed.indices]
+        changed: list[Tensor] = [inputs[index] for index in self.changed.indices]
+        saved = [(tensor, tensor.detach().clone(), version_of(tensor)) for tensor in changed]
         states = RandomStates(()) if self.draws else None
 
         def undo() -> None:
             with torch.no_grad():
-                for tensor, values in saved:
+                for tensor, values, version in saved:
                     tensor.copy_(values)
+                    set_version(tensor, version)  # what is noted of a `.grad`, and graphs from before, go by that
             if states is not None:
                 states.restore()
 
@@ -233,14 +239,17 @@ class Changed:
         self.places: Any = None
         self.is_shared = False
 
-    def share_memory(self, inputs: Sequence[Any], shapes: Any) -> bool:
-        """Whether one of them shares its memory with another input, which compilers know from the trace alone."""
-        if not self.indices:
+    def share_memory(self, inputs: Sequence[Any], indices: Sequence[int], filled: Sequence[Any], shapes: Any) -> bool:
+        """Whether inputs with these `indices`, or gradients that are `filled`, share their memory with another input.
+
+        Compilers know from the trace alone what does. A gradient that is filled is no input, as it is zero.
+        """
+        if not indices and not filled:
             return False
-        tensors = [x for x in inputs if isinstance(x, Tensor) and x.layout is torch.strided]
+        tensors = [x for x in (*inputs, *filled) if isinstance(x, Tensor) and x.layout is torch.strided]
         places = [x.data_ptr() for x in tensors], shapes
         if places != self.places:
-            changed = [inputs[index] for index in self.indices]
+            changed = [*(inputs[index] for index in indices), *filled]
             others = _overlapping(tensors)
             near = [x for x in tensors if id(x) in others]
             self.is_shared = any(x is not y and _meet(x, y) for x in changed for y in near)

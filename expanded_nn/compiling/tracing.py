@@ -262,7 +262,7 @@ class _Body:
         owners: list[Tensor] = [*tensors, *self.leaves]
         former.put(owners, inputs[len(tensors) :])
         before = [(owner.grad, owner.requires_grad) for owner in owners]
-        names = [{*vars(tensor)} for tensor in tensors]
+        names, layouts = [{*vars(tensor)} for tensor in tensors], [*map(_layout, tensors)]
         args, kwargs = self._arguments(tensors)
         items = [(container, items_of(container)) for container in containers((args, kwargs))]
         results: list[Any] = []
@@ -279,6 +279,11 @@ class _Body:
             new_names = (name for tensor, own in zip(tensors, names, strict=True) for name in {*vars(tensor)} - own)
             if not all(name.startswith("_") for name in new_names):
                 raise OnlyEager("it sets an attribute of a tensor among its arguments (return what it sets)")
+            if layouts != [*map(_layout, tensors)]:
+                raise OnlyEager(
+                    "it gives an argument other memory or another shape, as by x.data = y or x.resize_() (return what "
+                    "it makes of it)"
+                )
             self.outcome.result = packed(result, results)
             if any(isinstance(x, Tensor) and (x.layout is not torch.strided or x.is_meta) for x in results):
                 raise OnlyEager("it returns a sparse tensor or one without values (return the numbers in it)")
@@ -297,6 +302,14 @@ class _Body:
         remake = packed(self.call.arguments, parts, self.call.by_id)
         numbers = {id(tensor): number for number, tensor in enumerate(self.call.tensors)}
         return remake([tensors[numbers[id(part)]] for part in parts])
+
+
+def _layout(tensor: Tensor) -> Any:
+    """What says where a tensor's numbers are."""
+    layout: Any = tensor.layout, tensor.dtype, tensor.shape
+    if tensor.layout is torch.strided:
+        layout += tensor.stride(), tensor.storage_offset(), tensor.untyped_storage()._cdata
+    return layout
 
 
 def _places_of(tensors: Sequence[Tensor], dicts: Sequence[dict[str, Any]]) -> list[Place]:
