@@ -210,7 +210,7 @@ class Graphs:
     def _call(self, args: Any, kwargs: Any) -> Any:
         try:
             call, last = Call(args, kwargs), self.last
-            if last is not None and call.key == last.arguments and last.is_of_now():
+            if last is not None and last.is_like(call):
                 if last.family.is_eager:
                     return self.step(*args, **kwargs)
                 graph = last.family.by_shapes.get(call.shapes)
@@ -220,14 +220,21 @@ class Graphs:
             met = self.met
             if not met.has_run:
                 return self._run_eagerly(call, key)
-            seen, self.last = self.step_values.looks[-1].seen, None
+            look, self.last = self.step_values.looks[-1], None
+            seen = look.seen
             seen.note_fact(of_surroundings)
             of_values = met.modules, met.others, met.leaves, met.recorders, self.step_values.referred
             kind = *key, of_models(*of_values, seen)
+            seen.close()
+            known = seen.ids | look.numbers.keys()
+            if not known.isdisjoint(call.containers):
+                raise OnlyEager(
+                    "a list or a dict among its arguments is one that it refers to by a name as well, or that a module "
+                    "has (give it a copy, or refer to it in one way)"
+                )
         except OnlyEager as reason:
             self._warn_of_eager(str(reason))
             return self.step(*args, **kwargs)
-        seen.close()
         family = self.families.get(kind)
         if family is None:
             if len(self.families) >= MOST_KINDS:  # those that came once are let go of: what they hold may be a batch
@@ -248,7 +255,7 @@ class Graphs:
         except FirstEager:
             return self._run_eagerly(call)
         if not family.grads and (graph is not None or family.is_eager):
-            self.last = LastCall(call.key, seen, family, current_thread())
+            self.last = LastCall(call.key, seen, known, family, current_thread())
         recorders = met.recorders
         for one in family.graphs:
             one.outcome.give_rows_to(recorders)

@@ -127,7 +127,7 @@ class _Before:
         self.variables = referred.variables()
         self.state = State(roots, referred)
         places = (place for _, before in self.state.kept for place in items_in(before).items())
-        values = [value for name, value in places if isinstance(value, Tensor) and name != WAITING]
+        values = [value for name, value in places if isinstance(value, Tensor) and name is not WAITING]
         tensors = {id(value): value for value in values if not _is_apart(value)}
         self.versions = [(tensor, tensor._version) for tensor in tensors.values()]
 
@@ -142,14 +142,14 @@ class _Before:
             places_of = _by_id if kind == "set" else items_in
             items, items_before = places_of(container), places_of(before)
             gone = (place for place in items_before.keys() - items.keys() if (key_of(container), place) not in done)
-            if any(place not in OWN_STATE for place in gone):
+            if not all(map(_is_own_state, gone)):
                 comparison.differ(f"{kind} from which the step takes something", _TAKEN)
             elif kind == "dict" and id(container) not in self.state.of_owners:
                 orders = [[key for key in of if key in items and key in items_before] for of in (items, items_before)]
                 if orders[0] != orders[1]:
                     comparison.differ("order of the items of a dict")
             for place, value in items.items():
-                if (key_of(container), place) in done or place in OWN_STATE or place == "grad_sample":
+                if (key_of(container), place) in done or _is_own_state(place):
                     continue
                 old = items_before.get(place, NOTHING)
                 name = f"item {place}" if isinstance(container, LISTS) else str(place)
@@ -160,6 +160,11 @@ class _Before:
                     _add_change(comparison, name, old, value)
         for variable in self.variables:
             _add_change(comparison, variable.name, variable.value, variable.now())
+
+
+def _is_own_state(place: Any) -> bool:
+    """Whether it is the name of an attribute that the library sets; keys of users compare in their own way."""
+    return type(place) is str and place in (*OWN_STATE, "grad_sample")
 
 
 def _by_id(items: Iterable[Any]) -> dict[Any, Any]:

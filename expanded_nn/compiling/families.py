@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Set
 from dataclasses import dataclass, field
 from threading import Thread, current_thread
 from typing import NamedTuple
@@ -11,6 +11,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
+from expanded_nn.compiling.kinds import Call
 from expanded_nn.compiling.replay import ArgumentDim, Graph
 from expanded_nn.compiling.seen import Seen
 from expanded_nn.modules.base import PerSampleModule
@@ -27,12 +28,14 @@ class LastCall(NamedTuple):
 
     arguments: Hashable  # the key of its arguments
     seen: Seen  # all else that it depends on
+    known: Set[int]  # the ids of the lists and dicts among that
     family: Family  # of its graph
     thread: Thread
 
-    def is_of_now(self) -> bool:
-        """Whether all that it depends on is as it was, and this is its thread."""
-        return self.thread is current_thread() and self.seen.holds()
+    def is_like(self, call: Call) -> bool:
+        """Whether the arguments of a call are like its own, and all else that it depends on is as it was."""
+        is_like = call.key == self.arguments and self.thread is current_thread()
+        return is_like and self.known.isdisjoint(call.containers) and self.seen.holds()
 
 
 @dataclass

@@ -35,14 +35,13 @@ from expanded_nn.recording.watch import Watch
 
 _MEMBERS = "_parameters", "_buffers", "_modules"
 _DICTS = *_MEMBERS, *HOOKS
-_SEQUENCES = list, tuple  # `list | tuple` would be made anew at each call
 _TRAITS = attrgetter("dtype", "device", "ndim")
 HOOKS_OF_TENSOR = "_backward_hooks", "_post_accumulate_grad_hooks"
 _HOOKS_OF_PARAMETER = attrgetter(*HOOKS_OF_TENSOR)
 _FORWARD = attrgetter("forward", "forward")  # twice, for a tuple
 _GRAD_AND_HOOKS = attrgetter("grad", "_backward_hooks", "_post_accumulate_grad_hooks")
 _OF_RECORDER = attrgetter("settings", "store.suspended")
-_GLOBAL_HOOKS: list[Mapping[int, Any]] = [
+GLOBAL_HOOKS: list[Mapping[int, Any]] = [
     getattr(torch.nn.modules.module, f"_global_{name}_hooks")
     for name in ("forward", "forward_pre", "backward", "backward_pre")
 ]
@@ -56,6 +55,7 @@ class Call:
         tensors: The tensors among them, each once; and the counts of factors, as they change from call to call.
         by_id: These, by the ids of the tensors and of the factors.
         objects: Those of other classes, which are looked into.
+        containers: The lists, dicts and dataclasses among them, by their ids, each with how many came before it.
         key: A key for the arguments, without the sizes and values of tensors.
         shapes: The shapes of the tensors.
 
@@ -63,44 +63,53 @@ class Call:
         OnlyEager: If tensors are within an object of a class that is not known, and may be others at the next call.
     """
 
-    __slots__ = "arguments", "by_id", "key", "objects", "shapes", "tensors"
+    __slots__ = "arguments", "by_id", "containers", "key", "objects", "shapes", "tensors"
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.arguments = args, kwargs
-        by_id: dict[int, Tensor] = {}
-        self.by_id = by_id
+        self.by_id: dict[int, Tensor] = {}
         self.objects: list[Any] = []
-        of_names = _of_arguments(kwargs, by_id, self.objects) if kwargs else None
-        self.key: Hashable = (_of_arguments(args, by_id, self.objects), of_names)
-        self.tensors = [*by_id.values()]
+        self.containers: dict[int, int] = {}
+        self.key: Hashable = (
+            tuple([self._of(value) for value in args]),
+            tuple([(name, self._of(value)) for name, value in kwargs.items()]) if kwargs else None,
+        )
+        self.tensors = [*self.by_id.values()]
         self.shapes = tuple([tensor.shape for tensor in self.tensors])
 
+    def _of(self, value: Any) -> Hashable:
+        """A key for an argument, or for what is in one; notes what there is.
 
-def _of_arguments(value: Any, tensors: dict[int, Tensor], objects: list[Any]) -> Hashable:
-    """A key for arguments; adds the tensors among them, by their ids, and objects of other classes to those given.
+        The count of factors is noted as a tensor, by the id of the factors.
+        """
+        cls = type(value)
+        if isinstance(value, Tensor):
+            return _of_argument(value, self.by_id)
+        if cls in PLAIN or is_number(value):
+            return key_of_plain(value)
+        if cls in WITH_COUNT and type(value.count) is int:
+            number = self._number(value)
+            self.by_id[id(value)] = torch.tensor(value.count)
+            return cls, number, tuple([self._of(item) for item in value[:-1]])
+        if isinstance(value, tuple):
+            return cls, tuple([self._of(item) for item in value])
+        if isinstance(value, list):
+            return cls, self._number(value), tuple([self._of(item) for item in value])
+        if isinstance(value, dict) or has_items(value):
+            number = self._number(value)
+            return cls, number, tuple([(key, self._of(item)) for key, item in items_of(value).items()])
+        # those in an optimizer, as in the `self` of a method, are the models'
+        held = () if cls is Projection else contents(value, closed=(Optimizer,))
+        if any(isinstance(part, Tensor) for part in held):
+            raise OnlyEager(
+                f"an argument is a {cls.__name__} that holds tensors (give these, in tuples, lists, dicts or "
+                "dataclasses)"
+            )
+        self.objects.append(value)
+        return cls, by_identity(value)
 
-    The count of factors is added as a tensor, by the id of the factors.
-    """
-    cls = type(value)
-    if isinstance(value, Tensor):
-        return _of_argument(value, tensors)
-    if cls in WITH_COUNT and type(value.count) is int:
-        tensors[id(value)] = torch.tensor(value.count)
-        return cls, tuple([_of_arguments(item, tensors, objects) for item in value[:-1]])
-    if isinstance(value, _SEQUENCES):
-        return cls, tuple([_of_arguments(item, tensors, objects) for item in value])
-    if cls in PLAIN or is_number(value):
-        return key_of_plain(value)
-    if isinstance(value, dict) or has_items(value):
-        return cls, tuple([(key, _of_arguments(item, tensors, objects)) for key, item in items_of(value).items()])
-    # those in an optimizer, as in the `self` of a method, are the models'
-    held = () if cls is Projection else contents(value, closed=(Optimizer,))
-    if any(isinstance(part, Tensor) for part in held):
-        raise OnlyEager(
-            f"an argument is a {cls.__name__} that holds tensors (give these, in tuples, lists, dicts or dataclasses)"
-        )
-    objects.append(value)
-    return cls, by_identity(value)
+    def _number(self, container: Any) -> int:
+        return self.containers.setdefault(id(container), len(self.containers))
 
 
 def _of_argument(tensor: Tensor, tensors: dict[int, Tensor]) -> Hashable:
@@ -158,8 +167,8 @@ def of_surroundings() -> Hashable:
     if is_autocast():
         enabled = filter(torch.is_autocast_enabled, ("cpu", "cuda"))
         autocast = tuple((device, torch.get_autocast_dtype(device)) for device in enabled)
-    if any(_GLOBAL_HOOKS):
-        hooks = tuple(by_identity(hook) for registry in _GLOBAL_HOOKS for hook in registry.values())
+    if any(GLOBAL_HOOKS):
+        hooks = tuple(by_identity(hook) for registry in GLOBAL_HOOKS for hook in registry.values())
     return autocast, (*default_devices,), torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), hooks
 
 

@@ -46,7 +46,9 @@ MOST_NUMBERS = 100_000  # of an array; a step with a larger one runs eagerly
 MOST_PARTS = 10_000  # lists, dicts and objects; a step with more runs eagerly
 MOST_DEPTH = 100  # of objects within objects; what is deeper counts by its identity
 _NUMBERS = {bool, int, float, complex}
+_BY_TEXT = complex, range  # of which different ones are equal
 _OF_PYDANTIC = "__pydantic_private__", "__pydantic_extra__"  # where its objects have some of their attributes
+_BASES = attrgetter("__mro__", "__mro__")  # which may be set; twice, for a tuple of it
 _WHOLE = Tensor | nn.Module  # what counts by its identity, whatever it holds
 
 
@@ -104,8 +106,11 @@ class Look:
         self.members: list[Any] = []
         self._names, self._changing, self.seen, self._depth = names, changing, seen, 0
         of_owners = tuple(self._of_object(owner) for owner in owners)
-        of_classes = tuple((cls, self._of_places(cls, vars(cls), itemgetter, own)) for cls, own in members)
-        self.key: Hashable = (*map(self._key, values), *of_owners, of_classes)
+        of_classes = []
+        for cls, own in members:
+            of_classes.append((cls, cls.__mro__, self._of_places(cls, vars(cls), itemgetter, own)))
+            self.seen.note_places(_BASES, cls)
+        self.key: Hashable = (*map(self._key, values), *of_owners, *of_classes)
 
     def checked(self) -> Hashable:
         """The key; raises `OnlyEager` if that does not say whether all is the same."""
@@ -202,12 +207,11 @@ class Look:
     def _of_items(self, value: Collection[Any]) -> Hashable:
         if (id(value), None) in self._changing:
             return by_identity(value)
-        join = frozenset if isinstance(value, set | frozenset) else tuple
         held = [*iter(value)]  # another thread may change it meanwhile; and a tuple's own `__len__` may raise
         self.seen.note_items(held if isinstance(value, tuple) else value)
-        items = join(map(_outside, held))
+        items = tuple(map(_outside, held))  # of a set in its order, which may count
         self.items[id(value), None] = value, items
-        return items if len(held) > MOST_ITEMS else join(map(self._key, held))
+        return items if len(held) > MOST_ITEMS else tuple(map(self._key, held))
 
     def _of_dict(self, value: Mapping[Any, Any]) -> Hashable:
         words, held = self._names.words, [*value]  # another thread may change it meanwhile
@@ -280,7 +284,7 @@ class Look:
     def _of_places(self, value: Any, mapping: Any, getter: Callable[..., Any], places: list[Any]) -> Hashable:
         """The key of what is in some places: items of `mapping`, or attributes of `value` if that is `None`."""
         if mapping is not None:
-            (self.seen.sized.append if isinstance(value, type) else self.seen.note_items)(mapping)  # its keys
+            (self.seen.named.append if isinstance(value, type) else self.seen.note_items)(mapping)  # its keys
         counted = [place for place in places if (id(value), place) not in self._changing]
         if not counted:
             return ()
@@ -476,8 +480,8 @@ def note_own_rows(parameter: Tensor, seen: Seen) -> None:
 
 
 def key_of_plain(value: Any) -> Hashable:
-    """A key for a number, a string or the like; 0.0 and -0.0 have two."""
-    return type(value), value if value != 0 else repr(value)
+    """A key for a number, a string or the like; 0.0 and -0.0 have two, and ranges with another end."""
+    return type(value), value if value != 0 and type(value) not in _BY_TEXT else repr(value)
 
 
 def is_number(value: Any) -> bool:

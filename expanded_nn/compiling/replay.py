@@ -252,7 +252,8 @@ class Changed:
             changed = [*(inputs[index] for index in indices), *filled]
             others = _overlapping(tensors)
             near = [x for x in tensors if id(x) in others]
-            self.is_shared = any(x is not y and _meet(x, y) for x in changed for y in near)
+            uses = Counter(map(id, tensors))
+            self.is_shared = any(uses[id(x)] > 1 or any(x is not y and _meet(x, y) for y in near) for x in changed)
             self.places = places
         return self.is_shared
 

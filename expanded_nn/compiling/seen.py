@@ -23,9 +23,11 @@ class Seen:
     Attributes:
         holders: Objects whose classes and dicts of attributes count, which may be set anew.
         sized: Lists, dicts and the like whose lengths count.
+        named: The dicts of classes, whose names count.
         listed: Lists, sets, and views of dicts, whose items count.
         places: What gets attributes or items, each with what it gets them of.
         tensors: Tensors whose shapes, dtypes and the like count.
+        ids: The ids of the lists, dicts and the like, once the look has ended.
         facts: Functions, with what they give, which is compared by `==`. `object` itself gives a new object each
             time, so that `holds` is never true.
     """
@@ -33,6 +35,7 @@ class Seen:
     def __init__(self) -> None:
         self.holders: list[Any] = []
         self.sized: list[Collection[Any]] = []
+        self.named: list[Collection[str]] = []
         self.listed: list[Collection[Any]] = []
         self.places: list[tuple[Get, Any]] = []
         self.tensors: list[Tensor] = []
@@ -68,6 +71,8 @@ class Seen:
     def close(self) -> None:
         """Ends the look: what is in all these places now is what has to be there."""
         self._facts = [fact for _, fact in self.facts]
+        self.ids = {*map(id, self.sized)}
+        self._names = [*map(list, self.named)]
         self._empty = [items for items in self.sized if not len(items) and not hasattr(items, "__bool__")]
         self.sized = [items for items in self.sized if len(items) or hasattr(items, "__bool__")]
         self._lengths = [*map(len, self.sized)]
@@ -94,6 +99,7 @@ class Seen:
             return (
                 len(found) == len(self._found)
                 and all(map(is_, found, self._found))
+                and [*map(list, self.named)] == self._names
                 and [*map(_FACTS, self.tensors)] == self._traits
                 and [*map(Tensor.stride, self._strided)] == self._strides
                 and [get() for get, _ in self.facts] == self._facts

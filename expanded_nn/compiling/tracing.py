@@ -32,7 +32,7 @@ from expanded_nn.common.outside import put_back
 from expanded_nn.common.steady import RandomStates
 from expanded_nn.common.traced import FirstEager, LookFirst, OnlyEager, TraceError, assumptions, note_gradient
 from expanded_nn.compiling.caches import clear_caches
-from expanded_nn.compiling.kinds import HOOKS_OF_TENSOR, Call
+from expanded_nn.compiling.kinds import GLOBAL_HOOKS, HOOKS_OF_TENSOR, Call
 from expanded_nn.compiling.outcome import Outcome, Saved
 from expanded_nn.compiling.packing import containers, items_of, packed
 from expanded_nn.compiling.watched import (
@@ -145,6 +145,7 @@ def trace(
     finally:
         looked_at = body.readings.put_back(leaves)
         others += looked_at
+        with_grads = body.ops.put_grads_back()
         changed = body.ops.put_back()
         has_drawn = drawn.restore()
         is_cached = clear_caches(body.ops.living())
@@ -161,7 +162,7 @@ def trace(
     if unused:  # it was printed, or kept outside of the step, where it would be the same symbol for ever
         raise reading(unused[0])
     constants = _lifted(graph)
-    trained = _trained(constants, leaves, changed)
+    trained = _trained(constants, leaves, with_grads | changed)
     if trained:
         others += trained
         raise FirstEager("it trains a tensor that belongs to no module that it calls")
@@ -387,29 +388,24 @@ def _calls_new(module: nn.Module) -> str:
 
 
 def _trained(constants: Sequence[Tensor], leaves: Sequence[Tensor], changed: Collection[int]) -> list[Tensor]:
-    """The tensors with values that a backward has reached, but for `leaves`; their `.grad` is as before.
+    """The tensors with values that a backward has reached, but for `leaves`.
 
-    `changed` are the ids of the tensors with values that the trace has changed.
+    `changed` are the ids of the tensors with values that the trace has changed, or has given another `.grad`.
     """
-    trained, leaf_ids = [], {id(leaf) for leaf in leaves}
-    for constant in constants:
-        if constant.requires_grad and constant.is_leaf and id(constant) not in leaf_ids:
-            if isinstance(constant.grad, FakeTensor):
-                constant.grad = None
-                trained.append(constant)
-            elif id(constant.grad) in changed:
-                trained.append(constant)
-    return trained
+    leaf_ids = {id(leaf) for leaf in leaves}
+    others = [x for x in constants if x.requires_grad and x.is_leaf and id(x) not in leaf_ids]
+    return [x for x in others if id(x) in changed or id(x.grad) in changed]
 
 
 @contextmanager
 def _restored(saved: Saved, leaves: Sequence[Tensor]) -> Iterator[None]:
     """Puts dictionaries of attributes, each given with a copy of it, back as they were.
 
-    So it does with the hooks of leaves, and with which are frozen.
+    So it does with the hooks of leaves and of all modules, and with which leaves are frozen.
     """
     trainable = [leaf.requires_grad for leaf in leaves]
     registries = [(leaf, name, dict(getattr(leaf, name) or {})) for leaf in leaves for name in HOOKS_OF_TENSOR]
+    of_all_modules = [(hooks, dict(hooks)) for hooks in GLOBAL_HOOKS]
     try:
         yield
     finally:
@@ -420,7 +416,7 @@ def _restored(saved: Saved, leaves: Sequence[Tensor]) -> Iterator[None]:
         for leaf, was_trainable in zip(leaves, trainable, strict=True):
             if leaf.requires_grad != was_trainable:
                 leaf.requires_grad_(was_trainable)
-        for values, before in saved:
+        for values, before in (*saved, *of_all_modules):
             put_back(values, before)
 
 

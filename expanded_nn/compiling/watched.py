@@ -35,6 +35,7 @@ _MAKES = {torch.tensor, torch.as_tensor, torch.asarray}
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _OF_GRAD = {cast(Any, Tensor.grad).__get__, cast(Any, Tensor.grad).__set__}
 _OF_GRAD |= {Tensor.requires_grad_, cast(Any, Tensor.requires_grad).__set__}
+_SETS_HOOKS = Tensor.register_hook, Tensor.register_post_accumulate_grad_hook
 _SYMBOLS = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 _LIFT = torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default  # of numbers in the step's code
 _ZERO = torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default
@@ -49,6 +50,7 @@ class Operations(TorchDispatchMode):
         tensors: The tensors that were made, each with the line that made it.
         changed: Tensors with values, such as a weight, that the trace may have changed in place, each with its version
             and a copy from before.
+        leaves: Tensors with values that require gradients, each with its `.grad` from before.
     """
 
     def __init__(self) -> None:
@@ -57,6 +59,7 @@ class Operations(TorchDispatchMode):
         self.values: dict[Any, str] = {}
         self.tensors: list[tuple[TensorWeakRef, tuple[str, int]]] = []
         self.changed: list[tuple[Tensor, int, Tensor]] = []
+        self.leaves: dict[int, tuple[Tensor, Tensor | None]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -78,12 +81,17 @@ class Operations(TorchDispatchMode):
                 note_zeroed(tensor)
         # an operation on tensors with values alone, such as `weight.mul_(0.9)`, is computed in spite of the trace
         real = [leaf for leaf in tree_leaves((args, kwargs)) if _has_values(leaf)]
+        for leaf in real:
+            if leaf.requires_grad and leaf.is_leaf:
+                self.leaves.setdefault(id(leaf), (leaf, leaf.grad))
         if real and func._schema.is_mutable:
             with no_dispatch(), torch.no_grad():
                 self.changed += [(tensor, tensor._version, tensor.detach().clone()) for tensor in real]
         result = func(*args, **kwargs)
         if real and func not in _LIFT:
             _forget_values(result)
+        if real and func._schema.is_mutable:
+            return result  # what stands for the tensor that was changed
         line = line_of_user()
         for tensor in result if isinstance(result, list | tuple) else [result]:
             if isinstance(tensor, Tensor) and not any(tensor is arg for arg in args):  # no argument changed in place
@@ -98,6 +106,14 @@ class Operations(TorchDispatchMode):
                 tensor.detach().copy_(before)
         self.changed.clear()
         return {id(tensor) for tensor, _ in changed}
+
+    def put_grads_back(self) -> set[int]:
+        """Puts `.grad` back where that has no values; returns the ids of these tensors."""
+        trained = [(leaf, grad) for leaf, grad in self.leaves.values() if isinstance(leaf.grad, FakeTensor)]
+        for leaf, grad in trained:
+            leaf.grad = grad
+        self.leaves.clear()
+        return {id(leaf) for leaf, _ in trained}
 
     def line_of_kept(self) -> str | None:
         """The line that made a tensor to which something refers still, after the trace."""
@@ -158,14 +174,18 @@ class Readings(FunctionMode):
         len_lines: The user's lines that take `len` of a tensor whose size is a symbol, which makes a number of it.
         grads: The tensors with values whose `.grad` the step reads or sets, or that it freezes, each with its `.grad`
             and whether it required gradients.
+        hooked: Those on which it sets hooks, each with the ids of its hooks from before.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.len_lines: list[str] = []
         self.grads: dict[int, tuple[Tensor, Tensor | None, bool]] = {}
+        self.hooked: dict[int, tuple[Tensor, set[int]]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _SETS_HOOKS and not _is_fake(args[0]):
+            self.hooked.setdefault(id(args[0]), (args[0], {key for hooks in _hooks_of(args[0]) for key in hooks}))
         if func in _SHOWN or (func in _NUMBER and not isinstance(args[0], FakeTensor)):
             raise reading(text_of(line_of_user()))
         if func in _EQUAL and any(map(_has_values, args)) and not is_called_by_libraries(func):
@@ -189,6 +209,8 @@ class Readings(FunctionMode):
     def put_back(self, leaves: Sequence[Tensor]) -> list[Tensor]:
         """Gives what has no part in the trace the `.grad` from before, if the step has looked at it; these tensors.
 
+        Hooks that the step has set, and has not come to remove, are gone.
+
         The `leaves` have a part in it.
         """
         for leaf in leaves:
@@ -196,9 +218,20 @@ class Readings(FunctionMode):
         for tensor, grad, was_trainable in self.grads.values():
             tensor.grad = None if isinstance(grad, FakeTensor) else grad
             tensor.requires_grad_(was_trainable)
+        for tensor, before in self.hooked.values():
+            for hooks in _hooks_of(tensor):
+                for key in hooks.keys() - before:
+                    del hooks[key]
         others = [tensor for tensor, *_ in self.grads.values()]
         self.grads.clear()
+        self.hooked.clear()
         return others
+
+
+def _hooks_of(tensor: Tensor) -> list[dict[int, Any]]:
+    """The hooks on a tensor, by their ids."""
+    tables = (getattr(tensor, name) for name in ("_backward_hooks", "_post_accumulate_grad_hooks"))
+    return [table for table in tables if table]
 
 
 class Generator:
