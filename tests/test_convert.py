@@ -422,11 +422,12 @@ def test_parametrization_inside_a_model(make: Any) -> None:
     right(nn.Sequential(nn.Tanh(), module, nn.Tanh()), features(*shape_for(module)))
 
 
-def test_spectral_norm_in_train_mode() -> None:
+@pytest.mark.parametrize("layer", [nn.Linear, nn.Embedding])
+def test_spectral_norm_in_train_mode(layer: Any) -> None:
     """The power iteration runs once a forward, as in torch, and the rows are those of the vectors it found."""
-    module = parametrizations.spectral_norm(nn.Linear(4, 5))
+    module = parametrizations.spectral_norm(layer(4, 5))
     model = enn.convert(module).per_sample(loss_reduction="sum")
-    call = features(4)
+    call = features(4) if layer is nn.Linear else Call((torch.randint(4, (3, 2)),))
     total_loss(model, call).backward()
     call.on(module)
     for (name, a), b in zip(model.named_buffers(), module.buffers(), strict=True):

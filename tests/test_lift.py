@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.utils import prune
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -789,6 +790,96 @@ def test_module_that_changes_its_argument_by_values(change: Callable[[Tensor], N
         module(of_plain.args[0])
         assert_close_rows(rows_of(model), expected)
         assert torch.equal(given.args[0], of_plain.args[0])
+
+
+class Windows(nn.Module):
+    """Folds windows into the batch, and then convolves and normalizes, as TinyViT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Own(lambda m, x: m.first(x) * m.scale, first=nn.Linear(D, D))
+        self.local = nn.Sequential(nn.Conv2d(D, D, 1), nn.BatchNorm2d(D)).double().eval()
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, 4, D)
+        x = self.inner(x.reshape(-1, 2, D)).reshape(x.shape)
+        return self.local(x.mT.reshape(-1, D, 2, 2)).flatten(2).mT
+
+
+@pytest.mark.filterwarnings("ignore:.*sample by sample:expanded_nn.PerSampleWarning")
+@pytest.mark.parametrize("batches", [(1, 1), (B, B, B + 1, 1)])
+def test_windows_before_a_batch_norm(batches: tuple[int, ...]) -> None:
+    """For a single sample torch's derivative of the norm is wrong, in comparisons as well."""
+    module = Windows()
+    module.local[1].running_mean.normal_()
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+
+    def loss(module: nn.Module, call: Call, first: int = 0) -> Tensor:
+        return call.on(module).sin().square().sum()
+
+    def both(call: Call, i: int) -> Call:
+        return call.map(lambda x: x[2 * i : 2 * i + 2])
+
+    for samples in batches:
+        call = Call((values(samples, 4, D, seed=samples),))
+        model.zero_grad()
+        loss(model, call).backward()
+        # beside a copy of itself torch's derivative is right
+        twice = Call((call.args[0].repeat_interleave(2, 0),))
+        expected = loop(module, twice, samples, take=both, objective=loss)
+        assert_close_rows(rows_of(model), {name: rows / 2 for name, rows in expected.items()})
+
+
+class Results(dict[str, Any]):
+    """As those of some libraries, a class of its own."""
+
+
+class Sequence(list[Any]):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "item"),
+    [(lambda y: Results(y=y), "y"), (lambda y: UserDict(y=y), "y"), (lambda y: Sequence([y]), 0)],
+    ids=["dict", "UserDict", "list"],
+)
+def test_results_in_containers_of_the_users(kind: Callable[[Tensor], Any], item: Any) -> None:
+    module = Own(lambda m, x: kind(m.first(x) * m.scale), first=nn.Linear(D, 2))
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    for samples in (B, B, B + 2, 1):
+        call = Call((values(samples, D, seed=samples),))
+        model.zero_grad()
+        result = call.on(model)
+        assert type(result) is type(kind(torch.zeros(1)))
+        sample_losses(result[item]).sum().backward()
+        expected = loop(
+            module, call, samples, objective=lambda m, call, first=0: sample_losses(call.on(m)[item], first).sum()
+        )
+        assert_close_rows(rows_of(model), expected)
+
+
+def pruned(layer: nn.Linear) -> nn.Module:
+    return prune.l1_unstructured(layer, "weight", amount=0.5)  # type: ignore[no-untyped-call,no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*sample by sample:expanded_nn.PerSampleWarning")
+@pytest.mark.parametrize("computed", [nn.utils.weight_norm, pruned], ids=["weight_norm", "prune"])
+@pytest.mark.parametrize("within", [False, True])
+def test_layer_whose_weight_a_hook_of_torch_computes(computed: Callable[..., nn.Module], within: bool) -> None:
+    """Before each forward, a comparison's as well."""
+
+    def built() -> nn.Module:
+        own = Own(lambda m, x: m.first(x * m.scale).tanh(), first=computed(nn.Linear(D, 2)))
+        return nn.Sequential(nn.Linear(D, D).double(), own) if within else own
+
+    module, model = built(), enn.convert(built(), inplace=True).per_sample(loss_reduction="sum")
+    model.load_state_dict(module.state_dict())
+    for samples in (B, B, B + 2, 1):
+        call = Call((values(samples, D, seed=samples),))
+        model.zero_grad()
+        total_loss(model, call).backward()
+        expected = loop(module, call, samples, create_graph=True)  # what has a history is not copied
+        assert_close_rows(rows_of(model), {name: rows.detach() for name, rows in expected.items()})
 
 
 @pytest.mark.parametrize("reads", [False, True])

@@ -37,7 +37,9 @@ def rebuilt(value: Any, leaves: Iterator[Any], is_leaf: IsLeaf = None) -> Any:
 
 
 class _Opened:
-    """A dataclass as a node of torch's trees. To these it is a leaf otherwise, and stays one for everybody else.
+    """A dataclass, or a user's list or dict, as a node of torch's trees.
+
+    To these it is a leaf otherwise, and stays one for everybody else.
 
     Structures are equal where its class and the names in it are.
     """
@@ -61,11 +63,11 @@ register_pytree_node(
 
 
 def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
-    """The leaves of a value, and what makes it of them; dataclasses are taken apart as well."""
+    """The leaves of a value, and what makes it of them; dataclasses and users' lists and dicts are taken apart, too."""
     leaves, structure = tree_flatten(value)
-    if not any(map(_is_dataclass, leaves)):
+    if not any(map(_is_holder, leaves)):
         return leaves, structure
-    return tree_flatten(tree_map(lambda leaf: _Opened(leaf) if _is_dataclass(leaf) else leaf, value))
+    return tree_flatten(tree_map(lambda leaf: _Opened(leaf) if _is_holder(leaf) else leaf, value))
 
 
 def is_packed(part: Any) -> bool:
@@ -75,7 +77,7 @@ def is_packed(part: Any) -> bool:
 
 def holds_tensors(part: Any) -> bool:
     """Whether a leaf of torch's trees is such an object, with tensors in it."""
-    if isinstance(part, Tensor) or not (_is_mapping(part) or _is_dataclass(part)):
+    if isinstance(part, Tensor) or not _is_holder(part):
         return False
     return any(isinstance(leaf, Tensor) for leaf in _within(part))
 
@@ -89,15 +91,20 @@ def _filled(holder: Any, leaves: Iterator[Any], is_leaf: IsLeaf) -> Any:
     other = copy.copy(holder)
     for name in _names(holder):
         value = rebuilt(_get(holder, name), leaves, is_leaf)
-        if _is_mapping(other):
+        if _has_items(other):
             other[name] = value
         else:
             object.__setattr__(other, name, value)  # it may be frozen
     return other
 
 
-def _is_mapping(part: Any) -> bool:
-    return isinstance(part, dict | UserDict)
+def _is_holder(part: Any) -> bool:
+    """Whether a leaf of torch's trees is an object that can be taken apart."""
+    return _has_items(part) or _is_dataclass(part)
+
+
+def _has_items(part: Any) -> bool:
+    return isinstance(part, dict | UserDict | list)
 
 
 def _is_dataclass(part: Any) -> bool:
@@ -105,12 +112,14 @@ def _is_dataclass(part: Any) -> bool:
 
 
 def _names(holder: Any) -> list[Any]:
-    """The keys of a mapping; the names of a dataclass' fields, and of other attributes that were set on it."""
-    if _is_mapping(holder):
+    """The keys of a mapping; the places of a list; of a dataclass the names of its fields and its other attributes."""
+    if isinstance(holder, list):
+        return [*range(len(holder))]
+    if _has_items(holder):
         return [*holder]
     fields = [field.name for field in dataclasses.fields(holder) if hasattr(holder, field.name)]
     return [*dict.fromkeys((*fields, *getattr(holder, "__dict__", ())))]
 
 
 def _get(holder: Any, name: Any) -> Any:
-    return holder[name] if _is_mapping(holder) else getattr(holder, name)
+    return holder[name] if _has_items(holder) else getattr(holder, name)

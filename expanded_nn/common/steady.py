@@ -172,7 +172,7 @@ class StateBefore:
         with torch.no_grad():
             for tensor, before in changed:
                 if before is not None:
-                    tensor.copy_(before)
+                    (tensor if tensor.shape == before.shape else tensor.resize_as_(before)).copy_(before)
         return all(before is not None for _, before in changed)
 
 
@@ -383,7 +383,7 @@ class BeforeForward:
                 own = ((key, value) for key, value in attributes.items() if key not in OURS)
                 vars(owner).update({key: _copied(value, self.outside.kept) for key, value in own})
                 if not hooks and isinstance(owner, nn.Module) and owner is not self.module:
-                    vars(owner).update({key: OrderedDict() for key in _HOOKS})
+                    vars(owner).update({key: _of_weights(attributes[key]) for key in _HOOKS})
             with updated if updates else nullcontext():
                 yield
         finally:
@@ -397,6 +397,12 @@ class BeforeForward:
             for parameter, before in self.hooks:
                 for table, key in {*_hooks_of(parameter)} - before:
                     del getattr(parameter, table)[key]
+
+
+def _of_weights(hooks: dict[int, Any]) -> OrderedDict[int, Any]:
+    """Those hooks of torch's that compute a weight before each forward, as `weight_norm` and pruning do."""
+    own = ((key, hook) for key, hook in hooks.items() if type(hook).__module__.startswith("torch.nn.utils."))
+    return OrderedDict(own)
 
 
 def _objects_of(modules: list[nn.Module]) -> list[Any]:

@@ -164,8 +164,10 @@ def _renormalize_once(module: Embedding | EmbeddingBag, index: Tensor) -> float 
 
     That is done before it is expanded: torch refuses the expanded weight, a view, once its base has changed.
     """
-    weight = module.weight
-    if module.max_norm is None or weight.dim() == 3:
+    if module.max_norm is None:
+        return None
+    weight = module.weight  # which a parametrization computes
+    if weight.dim() == 3:
         return module.max_norm
     if not weight.is_leaf:
         raise complaint(

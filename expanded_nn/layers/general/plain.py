@@ -6,14 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from expanded_nn.common.batch import may_have_derivatives
-from expanded_nn.common.modes import uncounted
+from expanded_nn.common.modes import FunctionMode, uncounted
 from expanded_nn.common.steady import BeforeForward, RandomStates, copies
 from expanded_nn.layers.general.left import Before, Place, with_left
 from expanded_nn.layers.general.mapped import tensors_of
+from expanded_nn.layers.norm import with_contiguous_gradient
 
 
 class Plain:
@@ -66,7 +68,7 @@ class Plain:
     def with_graph(self, *, hooks: bool) -> tuple[list[Tensor], list[Tensor]]:
         """The same with a graph, and the inputs by which they have derivatives."""
         inputs, (args, kwargs) = self.differentiable()
-        with BeforeForward(self.module).without_traces(hooks=hooks):
+        with BeforeForward(self.module).without_traces(hooks=hooks), _WithRightNorms():
             tensors = self._given(args, kwargs)
         self.states.restore()
         return tensors, inputs
@@ -79,6 +81,14 @@ class Plain:
         leaves, structure = tree_flatten(copies(self.arguments))
         inputs = [leaf.requires_grad_() for leaf in leaves if is_float(leaf)]
         return inputs, tree_unflatten([leaf.clone() if is_float(leaf) else leaf for leaf in leaves], structure)
+
+
+class _WithRightNorms(FunctionMode):
+    """Corrects torch's derivatives of batch norms of a single sample."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return with_contiguous_gradient(result) if func is F.batch_norm else result
 
 
 def is_float(leaf: Any) -> bool:
