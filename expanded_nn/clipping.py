@@ -149,7 +149,7 @@ def _rows_to_clip(
             for recorder in recorders:  # it is not clipped with the others, and must not come back when it is thawed
                 recorder.drop([parameter])
     trainable = {name for name, parameter in parameters.items() if parameter.requires_grad}
-    if trainable and trainable.isdisjoint(held):
+    if (trainable or not held) and trainable.isdisjoint(held):
         raise complaint(
             "clip_grad_sample_norms_",
             "no trainable parameter has per-sample gradients",

@@ -39,7 +39,6 @@ from expanded_nn.projection import Projection
 from expanded_nn.rows.arguments import (
     refuse_emptiness,
     refuse_no_factors,
-    refuse_no_index,
     refuse_no_rows,
     refuse_no_tensors,
     refuse_other_sizes,
@@ -48,6 +47,7 @@ from expanded_nn.rows.arguments import (
     refuse_strange_damping,
     refuse_strange_factors,
     refuse_strange_mask,
+    samples_chosen,
 )
 from expanded_nn.rows.factors import average, in_one_dtype, widened
 
@@ -129,11 +129,10 @@ class PerSampleGrads(Mapping[str, Tensor]):
 
         Raises:
             TypeError: If it is one number, or anything else.
+            PerSampleError: If there are other samples than that.
         """
-        refuse_no_index(index)
-        if isinstance(index, slice):  # as numbers: some of the rows, and no view that makes all of them dense
-            index = torch.arange(self._batch)[index]
-        return PerSampleGrads({name: rows[index] for name, rows in self.items()})
+        chosen = samples_chosen(index, self._batch)
+        return PerSampleGrads({name: rows[chosen] for name, rows in self.items()})
 
     @overload
     def norms(self, per_parameter: Literal[False] = False) -> Tensor: ...

@@ -751,6 +751,43 @@ def the_gradients_of_a_number() -> None:
     of_one_layer().rows(0)  # type: ignore[arg-type]
 
 
+@refused(r"^clip_grad_sample_norms_: no trainable parameter has per-sample gradients")
+def the_norms_of_a_frozen_model() -> None:
+    enn.clip_grad_sample_norms_(on(nn.Linear(4, 4).requires_grad_(False)), 1.0)
+
+
+@refused(r"^PerSampleGrads\.rows: index is a list; wanted a slice, numbers .* or a mask", TypeError)
+def the_gradients_of_lists() -> None:
+    of_one_layer().rows([[0, 1], [0, 1]])  # type: ignore[arg-type]
+
+
+@refused(r"^PerSampleGrads\.rows: index is of torch\.float64; wanted a slice, numbers .* or a mask", TypeError)
+def the_gradients_of_fractions() -> None:
+    of_one_layer().rows(torch.tensor([0.5]))
+
+
+@refused(r"^PerSampleGrads\.rows: index is a mask \(9,\); wanted a slice, .* or a mask \(3,\)")
+def the_gradients_of_a_mask_of_others() -> None:
+    of_one_layer().rows(torch.ones(9, dtype=torch.bool))
+
+
+@refused(r"^PerSampleGrads\.rows: index has the numbers 0 to 7; wanted a slice, numbers \(n,\) below 3 or a mask")
+def the_gradients_of_a_sample_that_is_not_there() -> None:
+    of_one_layer().rows(torch.tensor([0, 7]))
+
+
+@refused(r"^PerSampleGrads: rows\['weight'\] is of torch\.int64; wanted gradients, of a floating dtype")
+def rows_of_whole_numbers() -> None:
+    enn.PerSampleGrads({"weight": torch.ones(3, 4, dtype=torch.int64)})
+
+
+@refused(r"^FactoredTensor\.weighted_sum: it is given the shape \(1,\); wanted a tensor \(3,\)\.")
+def one_weight_for_all_rows() -> None:
+    model = on(nn.Linear(4, 4), keep_factors=True)
+    rows_held(model)
+    model[0].weight.grad_sample.weighted_sum(torch.ones(1))
+
+
 @refused(r"^PerSampleGrads\.norms: per_parameter is '0\.weight'; wanted True or False", TypeError)
 def the_norms_of_a_name() -> None:
     of_one_layer().norms("0.weight")  # type: ignore[call-overload]

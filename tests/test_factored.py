@@ -252,6 +252,14 @@ def test_division_by_other_dtypes_is_as_precise_as_the_rows_are(dtype: torch.dty
         same(rows / small, twin / small)
 
 
+@pytest.mark.parametrize("size", [1e20, 1e-22])
+def test_norms_at_the_ends_of_float32(size: float) -> None:
+    term = outer(2).to(torch.float32)
+    rows, twin = FactoredTensor.of(term.scaled(size)), term.dense().double() * size
+    norms = rows.flatten(1).norm(dim=1)
+    torch.testing.assert_close(norms.double(), twin.flatten(1).norm(dim=1), rtol=1e-5, atol=0)
+
+
 @pytest.mark.filterwarnings("ignore:Casting complex values to real:UserWarning")
 @pytest.mark.parametrize("kind", KINDS)
 def test_complex_numbers_and_back(kind: str) -> None:

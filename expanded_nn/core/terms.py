@@ -348,8 +348,10 @@ class Outer(Term):
             scale = self.coefficient * other.coefficient
             if self.positions == other.positions == 1:
                 return (g[:, 0] @ h[:, 0].t()).mul_(a[:, 0] @ c[:, 0].t()).mul_(scale)
-            products = torch.einsum("bto,cso->bcts", g, h) * torch.einsum("bti,csi->bcts", a, c)
-            return products.sum((2, 3)).mul_(scale)
+            pairs = other.batch * self.positions * other.positions
+            at_once = len(g) if cost.is_symbol(pairs) else cost.at_once(pairs, cost.CHUNK_NUMEL)
+            parts = zip(g.split(at_once), a.split(at_once), strict=True)
+            return torch.cat([_products_of_pairs(own_g, own_a, h, c) for own_g, own_a in parts]).mul_(scale)
         if self._meets(other, OneHot):
             return other.gram(self).t()
         return super().gram(other)
@@ -446,6 +448,11 @@ class OneHot(Term):
 
 class SparseOneHot(OneHot):
     """The rows of an embedding whose plain gradient is sparse."""
+
+
+def _products_of_pairs(g: Tensor, a: Tensor, h: Tensor, c: Tensor) -> Tensor:
+    """`sum_ts <g[b,t], h[b',s]> <a[b,t], c[b',s]>`, `(B, B')`."""
+    return (torch.einsum("bto,cso->bcts", g, h) * torch.einsum("bti,csi->bcts", a, c)).sum((2, 3))
 
 
 def products_of_positions(

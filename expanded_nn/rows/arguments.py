@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from expanded_nn._errors import complaint, refuse_no_positive_number, refuse_other_kind, shown
-from expanded_nn.common.traced import assume
+from expanded_nn.common.traced import assume, is_traced
 from expanded_nn.core.kronecker import EigenFactors, KroneckerFactors
 from expanded_nn.core.terms import sides
 
@@ -28,6 +29,8 @@ def refuse_no_rows(who: str, argument: str, rows: Any) -> None:
     for name, value in rows.items():
         if not value.shape:
             raise complaint(who, f"{argument}[{name!r}] has no dimensions", "a tensor (B, *shape)", remedy)
+        if not value.is_floating_point() and not value.is_complex():
+            raise complaint(who, f"{argument}[{name!r}] is of {value.dtype}", "gradients, of a floating dtype", remedy)
 
 
 def refuse_emptiness(who: str, rows: Mapping[str, Tensor]) -> None:
@@ -77,11 +80,31 @@ def refuse_other_weights(weights: Any, batch_size: int) -> None:
         )
 
 
-def refuse_no_index(index: Any) -> None:
-    """Raises if an argument does not choose samples: one number would take away the samples' dimension."""
-    if not isinstance(index, slice | list) and getattr(index, "ndim", None) != 1:
-        wanted, remedy = "a slice, numbers (n,) or a mask (B,)", "For one sample write rows([i])."
-        raise TypeError(str(complaint("PerSampleGrads.rows", f"index is {shown(index)}", wanted, remedy)))
+def samples_chosen(index: Any, batch: int) -> Tensor:
+    """The numbers `(n,)` or the mask `(B,)` by which an argument chooses samples.
+
+    Raises:
+        TypeError: If it is neither of these: one number would take away the samples' dimension.
+        PerSampleError: If a mask has another length, or there is no sample with such a number.
+    """
+    who, remedy = "PerSampleGrads.rows", "For one sample write rows([i])."
+    wanted = f"a slice, numbers (n,) below {batch} or a mask ({batch},)"
+    if isinstance(index, slice):  # as numbers: some of the rows, and no view that makes all of them dense
+        return torch.tensor(range(batch)[index], dtype=torch.int64)
+    kinds = {*map(type, index)} if isinstance(index, list) else set()
+    are_numbers = all(issubclass(kind, Integral) for kind in kinds) and (kinds <= {bool} or bool not in kinds)
+    if getattr(index, "ndim", None) != 1 and not (isinstance(index, list) and are_numbers):
+        raise TypeError(str(complaint(who, f"index is {shown(index)}", wanted, remedy)))
+    chosen = torch.as_tensor(index, dtype=torch.int64 if isinstance(index, list) and not index else None)
+    if chosen.dtype not in (torch.bool, torch.int64, torch.int32, torch.uint8):
+        raise TypeError(str(complaint(who, f"index is of {chosen.dtype}", wanted, remedy)))
+    if chosen.dtype == torch.bool and len(chosen) != batch:
+        raise complaint(who, f"index is a mask ({len(chosen)},)", wanted, remedy)
+    if chosen.dtype != torch.bool and chosen.numel() and not is_traced():
+        first, last = int(chosen.min()), int(chosen.max())
+        if not -batch <= first <= last < batch:
+            raise complaint(who, f"index has the numbers {first} to {last}", wanted, remedy)
+    return chosen
 
 
 def refuse_no_factors(method: str, argument: str, factors: Any, *, eigen: bool) -> None:
@@ -113,9 +136,9 @@ def refuse_strange_factors(
 
 
 def _is_empty(count: Any) -> bool:
-    if not isinstance(count, Tensor):
+    if not isinstance(count, Tensor) or not is_traced():
         return bool(count < 1)
-    assume(count.ge(1), "call after call there are Kronecker factors of no samples")  # it is one in a trace alone
+    assume(count.ge(1), "call after call there are Kronecker factors of no samples")
     return False
 
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from expanded_nn._errors import complaint, shown
 from expanded_nn.common.modes import version_of, without_autocast
 from expanded_nn.common.traced import is_traced
 from expanded_nn.core import algebra, cost, kronecker
@@ -131,6 +132,8 @@ class Rows(Tensor):
         weights: Tensor | None = None,  # (B,)
     ) -> Tensor:
         """`sum_b weights[b] * row[b]`, `(*shape)`; the plain sum where `weights` is `None`."""
+        if weights is not None:
+            _refuse_other_shape("weighted_sum", weights, self.shape[:1])
         return algebra.weighted_sum(self._unchanged(), self._cell.kind, weights).reshape(self.shape[1:])
 
     @_in_own_dtype
@@ -155,11 +158,13 @@ class Rows(Tensor):
         vector: Tensor,  # shape
     ) -> Tensor:
         """`<row, vector>` for each row, `(B,)`."""
+        _refuse_other_shape("matvec", vector, self.shape[1:])
         return algebra.matvec(self._unchanged(), self._cell.kind, vector)
 
     @_in_own_dtype
     def gram(self, other: Tensor) -> Tensor:
         """`<row, other_row>` for each pair, `(B, B')`; the other rows may be dense."""
+        _refuse_other_shape("gram", other, (*getattr(other, "shape", ())[:1], *self.shape[1:]))
         others = other if isinstance(other, Rows) else self.of(Dense.of(other))
         blocks, other_blocks = algebra.joined(self._unchanged()), algebra.joined(others._unchanged())
         return algebra.gram(blocks, other_blocks, self._cell.kind)
@@ -229,6 +234,14 @@ def _sparse(term: Term) -> Tensor:
     values, index = (factor.flatten(0, 1) for factor in term.weighted())
     kept = values.ne(0).any(1)  # neither padding nor the filling of short bags
     return torch.sparse_coo_tensor(index[kept][None], values[kept], term.row_shape, check_invariants=False)
+
+
+def _refuse_other_shape(method: str, given: Any, shape: Sequence[int]) -> None:
+    """Raises if what a method is given has another shape; in a trace, where sizes are symbols, it was looked at."""
+    found = getattr(given, "shape", None)
+    if found != tuple(shape) and not is_traced():
+        problem = f"it is given {shown(given)}" if found is None else f"it is given the shape {tuple(found)}"
+        raise complaint(f"FactoredTensor.{method}", problem, f"a tensor {tuple(shape)}", "Give it in that shape.")
 
 
 def widened(rows: R) -> R:

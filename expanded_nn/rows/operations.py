@@ -105,6 +105,12 @@ def _norm(rows: Rows, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, d
     if not dims >= set(range(1, rows.dim())):
         return NotImplemented
     squares = widened(rows).squared_norms()
+    numbers = torch.finfo(squares.dtype)
+    if numbers.bits < 64 and squares.numel() and not (is_traced() or squares.is_meta):
+        smallest, largest = squares.detach().aminmax()
+        if not numbers.tiny / numbers.eps < float(smallest) <= float(largest) < numbers.max:  # NaN is no number either
+            squares = rows._like(rows._remade(lambda term: term.to(torch.float64)), rows.shape, torch.float64)
+            squares = squares.squared_norms()
     norms = (squares.sum() if 0 in dims else squares).clamp(min=0).sqrt().to(rows.dtype)
     return norms.reshape(-1, *[1] * (rows.dim() - 1)) if keepdim else norms
 
