@@ -136,6 +136,19 @@ def ddp_clips_micro_batches(rank: int, world: int) -> None:
             assert_close(parameter.grad, expected[name], name=name)
 
 
+def ddp_whose_buckets_are_the_gradients(rank: int, world: int) -> None:
+    """It makes its buckets anew behind the first backward, and .grad is another tensor then."""
+    x = torch.randn(ROWS * world, 6)[rank * ROWS : (rank + 1) * ROWS]
+    model = DistributedDataParallel(enn.convert(mlp()).per_sample(), gradient_as_bucket_view=True)
+    backward(model, x)
+    with pytest.raises(enn.PerSampleError, match=r"part of a larger tensor.*no_sync\(\)"):
+        backward(model, x)
+    model.zero_grad()
+    for _ in range(2):
+        backward(model, x)
+    assert len(enn.clip_grad_sample_norms_(model, LIMIT)) == 2 * ROWS
+
+
 def compiled_steps_clip_their_own_samples(rank: int, world: int) -> None:
     """The model within DistributedDataParallel, whose communication is left to the caller."""
     for make_model, make_input in MODELS.values():
@@ -357,6 +370,7 @@ DDP = [
     ddp_reduces_the_gradient_and_leaves_the_rows_local,
     ddp_with_a_part_that_is_not_used,
     ddp_clips_micro_batches,
+    ddp_whose_buckets_are_the_gradients,
     compiled_steps_clip_their_own_samples,
 ]
 FSDP = [

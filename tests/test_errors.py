@@ -751,6 +751,29 @@ def the_gradients_of_a_number() -> None:
     of_one_layer().rows(0)  # type: ignore[arg-type]
 
 
+@refused(
+    r"^functional\.layer_norm: weight has shape \(3,\); wanted one for each sample, \(B, 3\)\. .* write F\.layer_norm"
+)
+def a_plain_weight_for_a_norm() -> None:  # of as many features as there are samples
+    enn.functional.layer_norm(torch.randn(3, 5, 3), (3,), torch.randn(3))
+
+
+@refused(
+    r"weight: its \.grad was changed .* is a part of a larger tensor, .* gradient_as_bucket_view=False, .* no_sync"
+)
+def buckets_that_are_made_anew_between_two_backwards() -> None:
+    model = on(nn.Linear(4, 4))
+    rows_held(model)
+    model[0].weight.grad = torch.randn(40)[8:24].view(4, 4)
+    with patch("torch.distributed.is_initialized", return_value=True):
+        rows_held(model)
+
+
+@refused(r"^functional\.linear: bias has shape \(1, 2\); wanted one for each sample, \(3, 2\)")
+def one_bias_for_the_weights_of_all_samples() -> None:
+    enn.functional.linear(torch.randn(3, 4), torch.randn(3, 2, 4), torch.randn(1, 2))
+
+
 @refused(r"^clip_grad_sample_norms_: no trainable parameter has per-sample gradients")
 def the_norms_of_a_frozen_model() -> None:
     enn.clip_grad_sample_norms_(on(nn.Linear(4, 4).requires_grad_(False)), 1.0)

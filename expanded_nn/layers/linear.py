@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from expanded_nn._errors import complaint
 from expanded_nn.common.batch import in_memory_order
 from expanded_nn.common.modes import is_batched, without_autocast
 from expanded_nn.common.shared import as_no_view, cast_shared, is_constant, is_shared, shared, shared_or_none
@@ -113,6 +114,13 @@ def linear(
         return _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call,no-any-return]
     y = torch.bmm(positions(x), weight.transpose(1, 2))
     if bias is not None:
+        if bias.shape != weight.shape[:2]:
+            raise complaint(
+                "functional.linear",
+                f"bias has shape {tuple(bias.shape)}",
+                f"one for each sample, {tuple(weight.shape[:2])}",
+                "Write bias.expand(B, -1) for one that all samples share.",
+            )
         y = y + bias[:, None, :]
     return y.reshape(*x.shape[:-1], weight.shape[1])
 

@@ -165,6 +165,7 @@ def layer_norm(
         return F.layer_norm(x, list(normalized_shape), shared_or_none(weight), shared_or_none(bias), eps)
     if weight is not None and is_shared(weight, bias):
         return _OfPositions.apply(x, weight, bias, normalized_shape, eps, True)  # type: ignore[no-untyped-call,no-any-return]
+    _refuse_other_parameters("layer_norm", normalized_shape, weight=weight, bias=bias)
     y = F.layer_norm(x, list(normalized_shape), eps=eps)
     if weight is not None:
         y = y * _over_positions(weight, x.dim())
@@ -192,7 +193,20 @@ def rms_norm(
         return F.rms_norm(x, list(normalized_shape), shared_or_none(weight), eps)
     if is_shared(weight):
         return _OfPositions.apply(x, weight, None, normalized_shape, eps, False)  # type: ignore[no-untyped-call,no-any-return]
+    _refuse_other_parameters("rms_norm", normalized_shape, weight=weight)
     return F.rms_norm(x, list(normalized_shape), eps=eps) * _over_positions(weight, x.dim())
+
+
+def _refuse_other_parameters(function: str, normalized_shape: Sequence[int], **parameters: Tensor | None) -> None:
+    """Raises if a parameter is not one for each sample."""
+    for name, parameter in parameters.items():
+        if parameter is not None and parameter.shape[1:] != tuple(normalized_shape):
+            raise complaint(
+                f"functional.{function}",
+                f"{name} has shape {tuple(parameter.shape)}",
+                f"one for each sample, (B, {', '.join(map(str, normalized_shape))})",
+                f"For one that all samples share write F.{function}, or {name}.expand(B, *{name}.shape).",
+            )
 
 
 class _OverLastDimensions(Expanded):

@@ -7,6 +7,7 @@ from enum import Enum
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from expanded_nn._errors import PerSampleError, complaint
@@ -32,8 +33,9 @@ def stale(leaves: Iterable[Leaf], name_of: Callable[[Tensor], str], *, beside_he
     |                                                    | is a stale zero and none is held: all were cleared    |
     |                                                    | together                                              |
     | another tensor, no multiple of the sum of the rows | stale: it was set anew. Refused, if the one before it |
-    |                                                    | was scaled. A shard's is held, as its sum is known on |
-    |                                                    | all ranks together only                               |
+    |                                                    | was scaled, or if it is a part of a larger tensor and |
+    |                                                    | there are several processes. A shard's is held, as    |
+    |                                                    | its sum is known on all ranks together only           |
     | changed in place, no multiple of the sum           | refused: they may be a part of it or not. Held, if it |
     |                                                    | was scaled or clipped before, or lacks rows, so that  |
     |                                                    | they are refused where they are asked for             |
@@ -87,6 +89,14 @@ def _verdict(leaf: Leaf, name_of: Callable[[Tensor], str], *, beside_held: bool)
         leaf.notes.is_scaled = True
         return _Verdict.HELD
     if leaf.grad_is_another():
+        if parameter.grad._is_view() and dist.is_available() and dist.is_initialized():
+            raise _in_doubt(
+                name_of(parameter),
+                "is a part of a larger tensor, as where DistributedDataParallel has made its buckets anew",
+                "the tensor that was in .grad",
+                "Give DistributedDataParallel gradient_as_bucket_view=False, or put all backwards of a step but the "
+                "last one into its no_sync().",
+            )
         if not leaf.was_scaled_or_clipped():
             return _Verdict.STALE
     elif leaf.notes.has_foreign_part or leaf.was_scaled_or_clipped() or leaf.lacks_rows():
@@ -114,12 +124,15 @@ def holds_more(leaf: Leaf) -> bool:
     return bool(total.norm() > rounding) and not _is_multiple(grad, total, rounding)  # rows that cancel tell nothing
 
 
-def _in_doubt(where: str, state: str, wanted: str) -> PerSampleError:
+_OF_CHANGES = "Clear it, optimizer.zero_grad(), or change it once all backwards of the step are done."
+
+
+def _in_doubt(where: str, state: str, wanted: str, remedy: str = _OF_CHANGES) -> PerSampleError:
     return complaint(
         where,
         f"its .grad was changed since the last backward, and {state}, so that the rows may or may not be a part of it",
         wanted,
-        "Clear it, optimizer.zero_grad(), or change it once all backwards of the step are done.",
+        remedy,
     )
 
 
