@@ -286,7 +286,7 @@ def _grouped(names: Mapping[str, Sequence[str]], limits: Mapping[str, MaxNorm]) 
 
 
 def _set_grad(parameter: Tensor, total: Tensor, *, add: bool) -> None:
-    total = complex_like(total, parameter).to(parameter.dtype)
+    total = complex_like(total, parameter).to(parameter.grad_dtype or parameter.dtype)
     if is_shard(parameter):
         total = scattered(total, parameter)
     # a tensor of its own, and no view of the sums of several: `grad.detach_()` refuses these

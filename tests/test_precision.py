@@ -168,6 +168,30 @@ def test_mean_of_rows_whose_sum_is_too_large(dtype: torch.dtype, positions: tupl
     assert relative_error(enn.per_sample_grads(model).var()["weight"] + 1, torch.ones(8, 8)) <= allowed
 
 
+@pytest.mark.parametrize("accumulate_grad", [True, False])
+def test_gradients_in_a_dtype_of_their_own(accumulate_grad: bool) -> None:
+    """`parameter.grad_dtype`, by which sums of micro-batches are in float32."""
+    model = enn.convert(nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5)).bfloat16())
+    model.per_sample(accumulate_grad=accumulate_grad)
+    for parameter in model.parameters():
+        parameter.grad_dtype = torch.float32
+    sums: dict[str, Tensor] = {}
+    for _ in range(3):
+        x = torch.randn(4, 6, dtype=torch.bfloat16)
+        model(x).square().sum(1).mean().backward()
+        if not accumulate_grad:
+            rows = enn.per_sample_grads(model)
+            factors = (1.0 / (rows.norms() + 1e-6)).clamp(max=1)
+            for name, total in rows.sum(factors.to(torch.bfloat16)).items():
+                sums[name] = sums.get(name, 0) + total.float()
+            enn.clip_grad_sample_norms_(model, 1.0)
+    if accumulate_grad:
+        sums = {name: total.float() / 4 for name, total in enn.per_sample_grads(model).sum().items()}  # of means over 4
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.dtype == torch.float32
+        assert relative_error(parameter.grad, sums[name]) < 4 * torch.finfo(torch.bfloat16).eps
+
+
 @halves
 def test_mean_of_clipped_rows_whose_sum_is_too_large(dtype: torch.dtype) -> None:
     model = enn.convert(nn.Linear(64, 64, bias=False).to(dtype)).per_sample()

@@ -60,6 +60,8 @@ class Expand(torch.autograd.Function):
             if not asked_for or torch.is_grad_enabled():
                 recorder.deliver(ctx.pass_, leaf, kept, stand_alone=asked_for)
         if total is not None:
+            dtype = ctx.parameter.grad_dtype if ctx.parameter.is_leaf else None  # which the user may have set
+            total = total if dtype in (None, total.dtype) else total.to(dtype)
             leaf.expect(total)
         return total, None, None, None
 
