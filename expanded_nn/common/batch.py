@@ -111,7 +111,7 @@ def contents(
         yield leaf
         if isinstance(leaf, dict | list | tuple):  # of a class of the user's, which torch's trees do not open
             items = leaf.values() if isinstance(leaf, dict) else leaf
-            yield from contents([*items], depth - 1, depths, closed=closed) if depth else ()
+            yield from contents([*iter(items)], depth - 1, depths, closed=closed) if depth else ()
         is_object = hasattr(leaf, "__dict__") and not isinstance(leaf, (Tensor, nn.Module, type, ModuleType, *closed))
         if is_object and depths.get(id(leaf), 0) < depth:
             depths[id(leaf)] = depth

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from expanded_nn._errors import complaint
 from expanded_nn.common.batch import in_memory_order
 from expanded_nn.common.modes import is_batched, without_autocast
 from expanded_nn.common.shared import as_no_view, cast_shared, is_constant, is_shared, shared, shared_or_none
@@ -18,6 +17,7 @@ from expanded_nn.core import cost
 from expanded_nn.core.terms import Outer, outer_products
 from expanded_nn.factored import from_factors
 from expanded_nn.modules.base import Expanded
+from expanded_nn.modules.outside import refuse_other_shapes
 from expanded_nn.modules.registry import expands
 from expanded_nn.recording.expand import keeps_factors, saved_tensors
 
@@ -114,13 +114,7 @@ def linear(
         return _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call,no-any-return]
     y = torch.bmm(positions(x), weight.transpose(1, 2))
     if bias is not None:
-        if bias.shape != weight.shape[:2]:
-            raise complaint(
-                "functional.linear",
-                f"bias has shape {tuple(bias.shape)}",
-                f"one for each sample, {tuple(weight.shape[:2])}",
-                "Write bias.expand(B, -1) for one that all samples share.",
-            )
+        refuse_other_shapes("linear", weight.shape[1:2], bias=bias)
         y = y + bias[:, None, :]
     return y.reshape(*x.shape[:-1], weight.shape[1])
 

@@ -23,6 +23,7 @@ from expanded_nn.common.modes import is_batched
 from expanded_nn.common.shared import as_no_view, is_constant, is_shared, shared, shared_or_none
 from expanded_nn.core import cost
 from expanded_nn.modules.base import Expanded
+from expanded_nn.modules.outside import refuse_other_shapes
 from expanded_nn.modules.registry import expands
 from expanded_nn.recording.expand import saved_tensors
 
@@ -165,10 +166,9 @@ def layer_norm(
         return F.layer_norm(x, list(normalized_shape), shared_or_none(weight), shared_or_none(bias), eps)
     if weight is not None and is_shared(weight, bias):
         return _OfPositions.apply(x, weight, bias, normalized_shape, eps, True)  # type: ignore[no-untyped-call,no-any-return]
-    _refuse_other_parameters("layer_norm", normalized_shape, weight=weight, bias=bias)
+    refuse_other_shapes("layer_norm", normalized_shape, weight=weight, bias=bias)
     y = F.layer_norm(x, list(normalized_shape), eps=eps)
-    if weight is not None:
-        y = y * _over_positions(weight, x.dim())
+    y = y if weight is None else y * _over_positions(weight, x.dim())
     return y if bias is None else y + _over_positions(bias, x.dim())
 
 
@@ -193,20 +193,8 @@ def rms_norm(
         return F.rms_norm(x, list(normalized_shape), shared_or_none(weight), eps)
     if is_shared(weight):
         return _OfPositions.apply(x, weight, None, normalized_shape, eps, False)  # type: ignore[no-untyped-call,no-any-return]
-    _refuse_other_parameters("rms_norm", normalized_shape, weight=weight)
+    refuse_other_shapes("rms_norm", normalized_shape, weight=weight)
     return F.rms_norm(x, list(normalized_shape), eps=eps) * _over_positions(weight, x.dim())
-
-
-def _refuse_other_parameters(function: str, normalized_shape: Sequence[int], **parameters: Tensor | None) -> None:
-    """Raises if a parameter is not one for each sample."""
-    for name, parameter in parameters.items():
-        if parameter is not None and parameter.shape[1:] != tuple(normalized_shape):
-            raise complaint(
-                f"functional.{function}",
-                f"{name} has shape {tuple(parameter.shape)}",
-                f"one for each sample, (B, {', '.join(map(str, normalized_shape))})",
-                f"For one that all samples share write F.{function}, or {name}.expand(B, *{name}.shape).",
-            )
 
 
 class _OverLastDimensions(Expanded):
@@ -406,11 +394,10 @@ def batch_norm(
         return _by_channel(x, running_mean, torch.rsqrt(running_var + eps), weight, bias)
     mean, var = running_mean.repeat(x.shape[0]), running_var.repeat(x.shape[0])
 
-    def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        y = F.batch_norm(x, mean, var, weight, bias, False, momentum, eps)
-        return with_contiguous_gradient(y) if single else y
+    def norm(channels: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        y = F.batch_norm(channels, mean, var, weight, bias, False, momentum, eps)
+        return with_contiguous_gradient(y) if x.shape[0] == 1 else y
 
-    single = x.shape[0] == 1
     return _as_one_sample(norm, x, weight, bias)
 
 

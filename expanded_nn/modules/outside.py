@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from inspect import signature
@@ -127,3 +127,15 @@ def with_plain_weights(operation: Operation, plain: Callable[..., Tensor], rank:
         return operation(*bound.args, **bound.kwargs)
 
     return cast(Operation, call)
+
+
+def refuse_other_shapes(function: str, shape: Sequence[int], **parameters: Tensor | None) -> None:
+    """Raises if a parameter is not one of this shape for each sample."""
+    for name, parameter in parameters.items():
+        if parameter is not None and parameter.shape[1:] != tuple(shape):
+            raise complaint(
+                f"functional.{function}",
+                f"{name} has shape {tuple(parameter.shape)}",
+                f"one for each sample, (B, {', '.join(map(str, shape))})",
+                f"For one that all samples share write {name}.expand(B, *{name}.shape).",
+            )
