@@ -185,8 +185,9 @@ def test_random_branches(*, own: bool) -> None:
     assert refused < taken / 10
 
 
-def test_a_number_is_left_and_then_positions() -> None:
-    assert sum(play(766126, own=False))
+def test_what_is_left_has_other_dimensions_later() -> None:
+    assert sum(play(766126, own=False))  # a number, and then positions
+    assert sum(play(1454, own=False))  # a result, and then a single position
 
 
 @pytest.mark.fuzz

@@ -31,9 +31,12 @@ class Compared(NamedTuple):
         return not {MEAN, SUM}.isdisjoint(self.dims)
 
     def fits(self, mapped: Mapped) -> bool:
-        """Whether the samples may stand in the same dimensions of other results."""
-        possible = mapped.possible_dims
-        return len(possible) == len(self.dims) and all(map(contains, possible, self.dims))
+        """Whether the samples may stand in the same dimensions of other results, which have as many dimensions."""
+        possible, ranks = mapped.possible_dims, map(Tensor.dim, mapped.tensors)
+        if len(possible) != len(self.dims) or not all(map(contains, possible, self.dims)):
+            return False
+        pairs = zip(self.dims, self.orders, ranks, strict=True)
+        return all(len(order) == rank for dim, order, rank in pairs if dim not in (MEAN, SUM))
 
 
 # what a forward on the whole batch has done with its parameters, see `Run`, and how many tensors it has returned
