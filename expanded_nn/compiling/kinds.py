@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, MutableMapping, Sequence
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -41,7 +41,7 @@ _HOOKS_OF_PARAMETER = attrgetter(*HOOKS_OF_TENSOR)
 _FORWARD = attrgetter("forward", "forward")  # twice, for a tuple
 _GRAD_AND_HOOKS = attrgetter("grad", "_backward_hooks", "_post_accumulate_grad_hooks")
 _OF_RECORDER = attrgetter("settings", "store.suspended")
-GLOBAL_HOOKS: list[Mapping[int, Any]] = [
+GLOBAL_HOOKS: list[MutableMapping[int, Any]] = [
     getattr(torch.nn.modules.module, f"_global_{name}_hooks")
     for name in ("forward", "forward_pre", "backward", "backward_pre")
 ]

@@ -401,11 +401,11 @@ def _trained(constants: Sequence[Tensor], leaves: Sequence[Tensor], changed: Col
 def _restored(saved: Saved, leaves: Sequence[Tensor]) -> Iterator[None]:
     """Puts dictionaries of attributes, each given with a copy of it, back as they were.
 
-    So it does with the hooks of leaves and of all modules, and with which leaves are frozen.
+    So it does with the hooks of leaves, and with which leaves are frozen. New hooks of all modules are gone.
     """
     trainable = [leaf.requires_grad for leaf in leaves]
     registries = [(leaf, name, dict(getattr(leaf, name) or {})) for leaf in leaves for name in HOOKS_OF_TENSOR]
-    of_all_modules = [(hooks, dict(hooks)) for hooks in GLOBAL_HOOKS]
+    of_all_modules = [(of_all, {*of_all}) for of_all in GLOBAL_HOOKS]
     try:
         yield
     finally:
@@ -416,8 +416,17 @@ def _restored(saved: Saved, leaves: Sequence[Tensor]) -> Iterator[None]:
         for leaf, was_trainable in zip(leaves, trainable, strict=True):
             if leaf.requires_grad != was_trainable:
                 leaf.requires_grad_(was_trainable)
-        for values, before in (*saved, *of_all_modules):
+        for of_all, keys in of_all_modules:
+            for key in [key for key, hook in [*of_all.items()] if key not in keys and not _is_of_library(hook)]:
+                of_all.pop(key, None)
+        for values, before in saved:
             put_back(values, before)
+
+
+def _is_of_library(hook: Any) -> bool:
+    """Whether a hook of all modules is the library's own, as that of a step in another thread."""
+    module: str = getattr(getattr(hook, "func", hook), "__module__", None) or ""
+    return module.partition(".")[0] == __name__.partition(".")[0]
 
 
 @contextmanager

@@ -96,7 +96,7 @@ def samples_chosen(index: Any, batch: int) -> Tensor:
     if getattr(index, "ndim", None) != 1 and not (isinstance(index, list) and are_numbers):
         raise TypeError(str(complaint(who, f"index is {shown(index)}", wanted, remedy)))
     chosen = torch.as_tensor(index, dtype=torch.int64 if isinstance(index, list) and not index else None)
-    if chosen.dtype not in (torch.bool, torch.int64, torch.int32, torch.uint8):
+    if chosen.dtype not in (torch.bool, torch.int64, torch.int32):
         raise TypeError(str(complaint(who, f"index is of {chosen.dtype}", wanted, remedy)))
     if chosen.dtype == torch.bool and len(chosen) != batch:
         raise complaint(who, f"index is a mask ({len(chosen)},)", wanted, remedy)
