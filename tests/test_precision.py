@@ -192,6 +192,31 @@ def test_gradients_in_a_dtype_of_their_own(accumulate_grad: bool) -> None:
         assert relative_error(parameter.grad, sums[name]) < 4 * torch.finfo(torch.bfloat16).eps
 
 
+class Router(nn.Module):
+    """Sets the dtype of its layer in its forward, as that of the Switch Transformer, here once it was used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x.to(self.layer.weight.dtype)).to(x.dtype)
+        self.layer = self.layer.to(torch.float32)
+        return y.softmax(-1)
+
+
+def test_a_dtype_that_the_forward_sets() -> None:
+    module = nn.Sequential(nn.Linear(4, 6), Router(), nn.Linear(3, 2)).double()
+    model, x = enn.convert(module).per_sample(loss_reduction="sum"), torch.randn(3, 4, dtype=torch.float64)
+    module(x)  # the loop's is in float32 from the start
+    for _ in range(2):
+        model.zero_grad()
+        model(x).sin().sum().backward()
+        expected = loop(module, Call((x,)), 3, objective=lambda m, call, first=0: call.on(m).sin().sum())
+        for name, parameter in model.named_parameters():
+            assert relative_error(parameter.grad_sample + 0, expected[name]) < 1e-6
+
+
 @halves
 def test_mean_of_clipped_rows_whose_sum_is_too_large(dtype: torch.dtype) -> None:
     model = enn.convert(nn.Linear(64, 64, bias=False).to(dtype)).per_sample()

@@ -61,7 +61,7 @@ class Expand(torch.autograd.Function):
                 recorder.deliver(ctx.pass_, leaf, kept, stand_alone=asked_for)
         if total is not None:
             dtype = ctx.parameter.grad_dtype if ctx.parameter.is_leaf else None  # which the user may have set
-            total = total if dtype in (None, total.dtype) else total.to(dtype)
+            total = total if dtype in (None, ctx.parameter.dtype) else total.to(dtype)
             leaf.expect(total)
         return total, None, None, None
 
