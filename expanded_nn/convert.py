@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 
 from expanded_nn._errors import ConversionError, refuse_no_bool, refuse_no_model
 from expanded_nn.common.bytecode import variables_around
-from expanded_nn.common.steady import OWN_STATE
+from expanded_nn.common.steady import HOOK_TABLES, OWN_STATE
 from expanded_nn.layers.twins import expand_modules, raise_for, rebased
 from expanded_nn.modules.base import PerSampleModule, Root, recorders_of, refuse_other_mode, switch
 from expanded_nn.modules.registry import plain_class_of
@@ -24,7 +24,6 @@ from expanded_nn.recording.recorder import Settings
 Model = TypeVar("Model", bound=nn.Module)
 
 _OF_TORCH = {*vars(nn.Module())}  # the attributes that each module has
-_HOOKS = {name for name in _OF_TORCH if "_hooks" in name}
 
 
 def convert(model: Model, *, inplace: bool = False) -> Model:
@@ -168,7 +167,7 @@ def _refuse_closures(model: nn.Module) -> None:
     of_hooks = ids | {id(value) for value in attributes if isinstance(value, dict | list | set)}  # where these keep it
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
-            found = of_hooks if attribute in _HOOKS else ids
+            found = of_hooks if attribute in HOOK_TABLES else ids
             if attribute not in ("_parameters", "_modules", "_buffers") and _refers_to(value, found):
                 raise ConversionError(
                     f"{name or type(model).__name__}.{attribute} refers to this model, its weights or its lists and "

@@ -102,6 +102,13 @@ def assert_as_plain(model: Any, module: Any, call: Call, used: Callable[[Any], T
     module.attention.state = {key: x.detach() for key, x in plain.attention.state.items()}
 
 
+def assert_rows_of_the_loop(model: Any, module: Any, call: Call) -> None:
+    expected = loop(module, call, len(call.args[0]))
+    model.zero_grad()
+    sample_losses(call.on(model)).sum().backward()
+    assert_close_rows(rows_of(model), expected)
+
+
 def in_a_buffer(m: Any, weights: Tensor) -> Tensor:
     m.buffer = weights.amax(-1)
     return m.buffer
@@ -221,10 +228,7 @@ def test_a_weight_that_is_set_by_the_forward() -> None:
     module = Dropped()
     model = enn.convert(module).per_sample(loss_reduction="sum")
     for call in calls():
-        expected = loop(module, call, len(call.args[0]))
-        model.zero_grad()
-        sample_losses(call.on(model)).sum().backward()
-        assert_close_rows(rows_of(model), expected)
+        assert_rows_of_the_loop(model, module, call)
         assert_close(model.lstm.weight_hh_l0, module.raw.detach() * 0.5)
 
 
@@ -250,7 +254,4 @@ def test_what_a_hook_keeps_for_the_forward(forward: Any) -> None:
     module.linear.register_forward_hook(Keep(module.kept))
     model = enn.convert(module).per_sample(loss_reduction="sum")
     for call in calls():
-        expected = loop(module, call, len(call.args[0]))
-        model.zero_grad()
-        sample_losses(call.on(model)).sum().backward()
-        assert_close_rows(rows_of(model), expected)
+        assert_rows_of_the_loop(model, module, call)

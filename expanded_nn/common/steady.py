@@ -40,7 +40,7 @@ OWN_STATE = ("_recorder", "_settings", "_trials", "_ranks", "_learned", "_layout
 OURS = {"_parameters", "_modules", "_flat_weights", "_flat_weight_refs", *OWN_STATE}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _NO_HOOKS: dict[int, Any] = {}  # what most tables have
-_HOOK_TABLES = {name for name in vars(nn.Module()) if "_hooks" in name}
+HOOK_TABLES = {name for name in vars(nn.Module()) if "_hooks" in name}
 Source = tuple[Callable[[], Any], Callable[[Any], Any]]
 
 
@@ -192,7 +192,7 @@ class Attributes:
     def __init__(self, modules: list[nn.Module]) -> None:
         self.modules, self.taken_back = modules, False
         self.attributes = [dict(vars(module)) for module in modules]
-        tables = [before[key] for before in self.attributes for key in _HOOK_TABLES if key in before]
+        tables = [before[key] for before in self.attributes for key in HOOK_TABLES if key in before]
         self.hooks = [(table, dict(table) if table else _NO_HOOKS) for table in tables]
 
     def changed(self) -> Iterator[tuple[dict[str, Any], dict[str, Any], set[str]]]:

@@ -28,6 +28,7 @@ from expanded_nn.compiling.looks import (
 from expanded_nn.compiling.names import HOOKS, PLAIN, Names, Referred, set_by_users
 from expanded_nn.compiling.packing import WITH_COUNT, has_items, items_of
 from expanded_nn.compiling.seen import Seen
+from expanded_nn.compiling.watched import HOOKS_OF_TENSOR
 from expanded_nn.factored import FactoredTensor
 from expanded_nn.projection import Projection
 from expanded_nn.recording.recorder import Recorder
@@ -36,7 +37,6 @@ from expanded_nn.recording.watch import Watch
 _MEMBERS = "_parameters", "_buffers", "_modules"
 _DICTS = *_MEMBERS, *HOOKS
 _TRAITS = attrgetter("dtype", "device", "ndim")
-HOOKS_OF_TENSOR = "_backward_hooks", "_post_accumulate_grad_hooks"
 _HOOKS_OF_PARAMETER = attrgetter(*HOOKS_OF_TENSOR)
 _FORWARD = attrgetter("forward", "forward")  # twice, for a tuple
 _GRAD_AND_HOOKS = attrgetter("grad", "_backward_hooks", "_post_accumulate_grad_hooks")

@@ -25,14 +25,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from expanded_nn._errors import PerSampleError, complaint, first_line
+from expanded_nn._errors import PerSampleError, complaint, first_line, is_ours
 from expanded_nn.common.meanwhile import meanwhile
 from expanded_nn.common.modes import set_grad_enabled
 from expanded_nn.common.outside import put_back
 from expanded_nn.common.steady import RandomStates
 from expanded_nn.common.traced import FirstEager, LookFirst, OnlyEager, TraceError, assumptions, note_gradient
 from expanded_nn.compiling.caches import clear_caches
-from expanded_nn.compiling.kinds import GLOBAL_HOOKS, HOOKS_OF_TENSOR, Call
+from expanded_nn.compiling.kinds import GLOBAL_HOOKS, Call
 from expanded_nn.compiling.outcome import Outcome, Saved
 from expanded_nn.compiling.packing import containers, items_of, packed
 from expanded_nn.compiling.watched import (
@@ -40,9 +40,11 @@ from expanded_nn.compiling.watched import (
     Generator,
     Operations,
     Readings,
+    hooks_on,
     reading,
     reads_values,
     refuse_optimizer,
+    remove_new_hooks,
     texts,
 )
 from expanded_nn.modules.base import PerSampleModule
@@ -404,29 +406,22 @@ def _restored(saved: Saved, leaves: Sequence[Tensor]) -> Iterator[None]:
     So it does with the hooks of leaves, and with which leaves are frozen. New hooks of all modules are gone.
     """
     trainable = [leaf.requires_grad for leaf in leaves]
-    registries = [(leaf, name, dict(getattr(leaf, name) or {})) for leaf in leaves for name in HOOKS_OF_TENSOR]
+    of_leaves = [(leaf, hooks_on(leaf)) for leaf in leaves]
     of_all_modules = [(of_all, {*of_all}) for of_all in GLOBAL_HOOKS]
     try:
         yield
     finally:
-        for leaf, name, hooks in registries:
-            registry = getattr(leaf, name) or {}
-            for key in registry.keys() - hooks.keys():
-                del registry[key]
+        for leaf, hooks in of_leaves:
+            remove_new_hooks(leaf, hooks)
         for leaf, was_trainable in zip(leaves, trainable, strict=True):
             if leaf.requires_grad != was_trainable:
                 leaf.requires_grad_(was_trainable)
         for of_all, keys in of_all_modules:
-            for key in [key for key, hook in [*of_all.items()] if key not in keys and not _is_of_library(hook)]:
+            new = [(key, getattr(hook, "func", hook)) for key, hook in [*of_all.items()] if key not in keys]
+            for key in [key for key, function in new if not is_ours(function)]:  # as that of a step in another thread
                 of_all.pop(key, None)
         for values, before in saved:
             put_back(values, before)
-
-
-def _is_of_library(hook: Any) -> bool:
-    """Whether a hook of all modules is the library's own, as that of a step in another thread."""
-    module: str = getattr(getattr(hook, "func", hook), "__module__", None) or ""
-    return module.partition(".")[0] == __name__.partition(".")[0]
 
 
 @contextmanager

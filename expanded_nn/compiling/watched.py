@@ -35,6 +35,7 @@ _MAKES = {torch.tensor, torch.as_tensor, torch.asarray}
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _OF_GRAD = {cast(Any, Tensor.grad).__get__, cast(Any, Tensor.grad).__set__}
 _OF_GRAD |= {Tensor.requires_grad_, cast(Any, Tensor.requires_grad).__set__}
+HOOKS_OF_TENSOR = "_backward_hooks", "_post_accumulate_grad_hooks"
 _SETS_HOOKS = Tensor.register_hook, Tensor.register_post_accumulate_grad_hook
 _SYMBOLS = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 _LIFT = torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default  # of numbers in the step's code
@@ -84,13 +85,14 @@ class Operations(TorchDispatchMode):
         for leaf in real:
             if leaf.requires_grad and leaf.is_leaf:
                 self.leaves.setdefault(id(leaf), (leaf, leaf.grad))
-        if real and func._schema.is_mutable:
+        changes = bool(real) and func._schema.is_mutable
+        if changes:
             with no_dispatch(), torch.no_grad():
                 self.changed += [(tensor, tensor._version, tensor.detach().clone()) for tensor in real]
         result = func(*args, **kwargs)
         if real and func not in _LIFT:
             _forget_values(result)
-        if real and func._schema.is_mutable:
+        if changes:
             return result  # what stands for the tensor that was changed
         line = line_of_user()
         for tensor in result if isinstance(result, list | tuple) else [result]:
@@ -185,7 +187,7 @@ class Readings(FunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _SETS_HOOKS and not _is_fake(args[0]):
-            self.hooked.setdefault(id(args[0]), (args[0], {key for hooks in _hooks_of(args[0]) for key in hooks}))
+            self.hooked.setdefault(id(args[0]), (args[0], hooks_on(args[0])))
         if func in _SHOWN or (func in _NUMBER and not isinstance(args[0], FakeTensor)):
             raise reading(text_of(line_of_user()))
         if func in _EQUAL and any(map(_has_values, args)) and not is_called_by_libraries(func):
@@ -219,19 +221,24 @@ class Readings(FunctionMode):
             tensor.grad = None if isinstance(grad, FakeTensor) else grad
             tensor.requires_grad_(was_trainable)
         for tensor, before in self.hooked.values():
-            for hooks in _hooks_of(tensor):
-                for key in hooks.keys() - before:
-                    del hooks[key]
+            remove_new_hooks(tensor, before)
         others = [tensor for tensor, *_ in self.grads.values()]
         self.grads.clear()
         self.hooked.clear()
         return others
 
 
-def _hooks_of(tensor: Tensor) -> list[dict[int, Any]]:
-    """The hooks on a tensor, by their ids."""
-    tables = (getattr(tensor, name) for name in ("_backward_hooks", "_post_accumulate_grad_hooks"))
-    return [table for table in tables if table]
+def hooks_on(tensor: Tensor) -> set[int]:
+    """The ids of the hooks on a tensor."""
+    return {key for name in HOOKS_OF_TENSOR for key in getattr(tensor, name) or ()}
+
+
+def remove_new_hooks(tensor: Tensor, before: set[int]) -> None:
+    """Removes the hooks on a tensor but for those with the ids from before."""
+    for name in HOOKS_OF_TENSOR:
+        hooks = getattr(tensor, name) or {}
+        for key in hooks.keys() - before:
+            del hooks[key]
 
 
 class Generator:
