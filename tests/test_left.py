@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 import expanded_nn as enn
 from oracle import Call, assert_all_close, assert_close, assert_close_rows, loop, rows_of, sample_losses
@@ -230,6 +232,65 @@ def test_a_weight_that_is_set_by_the_forward() -> None:
     for call in calls():
         assert_rows_of_the_loop(model, module, call)
         assert_close(model.lstm.weight_hh_l0, module.raw.detach() * 0.5)
+
+
+def in_place(m: Any, h: Tensor) -> None:
+    m.state += len(h)
+
+
+def without_grad(m: Any, h: Tensor) -> None:
+    with torch.no_grad():
+        m.state.add_(h.numel())
+
+
+def anew(m: Any, h: Tensor) -> None:
+    m.state = m.state + len(h)
+
+
+def as_a_number(m: Any, h: Tensor) -> None:
+    m.number += len(h)
+
+
+def in_a_list(m: Any, h: Tensor) -> None:
+    m.lengths.append(len(h))
+
+
+class Counting(nn.Module):
+    """Counts samples by the size of its batch."""
+
+    def __init__(self, count: Callable[[Any, Tensor], None], *, checkpoints: bool = False) -> None:
+        super().__init__()
+        self.linear, self.scale, self.count = nn.Linear(D, D), nn.Parameter(torch.rand(D)), count
+        self.register_buffer("state", torch.zeros(()))
+        self.number, self.lengths, self.checkpoints = 0, [], checkpoints
+
+    def part(self, h: Tensor) -> Tensor:
+        self.count(self, h)
+        return (h * self.scale).tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        return checkpoint(self.part, h, use_reentrant=False) if self.checkpoints else self.part(h)
+
+    def counted(self) -> float:
+        return float(self.state) + self.number + sum(self.lengths)
+
+
+@pytest.mark.parametrize("count", [in_place, without_grad, anew, as_a_number, in_a_list], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("way", ["on the whole batch", "under vmap", "in a checkpoint"])
+def test_counters_of_samples(count: Any, way: str) -> None:
+    """A sample alone would count one; what a checkpoint computes again is not counted again."""
+    plain = Counting(count)
+    module = Counting(count, checkpoints=way == "in a checkpoint")
+    module.load_state_dict(plain.state_dict())
+    if way == "under vmap":
+        parametrize.register_parametrization(module, "scale", nn.Softplus())
+        parametrize.register_parametrization(plain, "scale", nn.Softplus())
+    model: Any = enn.convert(module).per_sample(loss_reduction="sum")
+    for call in calls():
+        assert_rows_of_the_loop(model, copy.deepcopy(plain), call)
+        call.on(plain)
+        assert model.counted() == plain.counted()
 
 
 class Keep:

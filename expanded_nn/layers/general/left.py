@@ -7,17 +7,22 @@ is of parameters alone, is left as the plain forward leaves it, and no loss may 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from expanded_nn._errors import complaint
+from expanded_nn.common.batch import may_have_derivatives
 from expanded_nn.common.containers import flatten
+from expanded_nn.common.modes import has_no_values, version_of
 from expanded_nn.common.outside import NOTHING
+from expanded_nn.common.rounding import near
 from expanded_nn.common.steady import OURS
+from expanded_nn.layers.general.one_sample import is_of_one_sample
 
 
 class Place(NamedTuple):
@@ -122,6 +127,10 @@ def _closed(leaf: Any, where: str, name: str) -> Any:
     return _OfNoSample.apply(leaf.detach().requires_grad_(), where, name)  # type: ignore[no-untyped-call]
 
 
+# the numbers and tensors of attributes, by their places
+Numbers = dict[Place, list[Any]]
+
+
 class Before:
     """The attributes of a module and of those within it, before its forward."""
 
@@ -132,6 +141,19 @@ class Before:
             self.dicts.append((path, "", attributes, {**attributes}))
             own = ((name, value) for name, value in attributes.items() if name not in NOT_ITS_OWN or name == "_buffers")
             self.dicts += [(path, name, value, {**value}) for name, value in own if isinstance(value, dict)]
+        self.kept = dict(self._numbers_now())  # as an id may be another tensor's later
+        self.states = {place: _states(numbers) for place, numbers in self.kept.items()}
+
+    def numbers(self) -> Numbers:
+        """The numbers and tensors that the forward has changed, as a counter of samples, and those beside them."""
+        now = self._numbers_now()
+        return {place: numbers for place, numbers in now if _states(numbers) != self.states.get(place)}
+
+    def _numbers_now(self) -> Iterator[tuple[Place, list[Any]]]:
+        for path, table, now, _ in self.dicts:
+            for key, value in now.items():
+                if table or key not in NOT_ITS_OWN:
+                    yield Place(path, table, key), list(filter(_is_number, tree_leaves(value)))
 
     def places(self) -> list[Place]:
         """Where the forward has left tensors."""
@@ -143,6 +165,36 @@ class Before:
             and value is not before.get(key, NOTHING)
             and _holds_tensors_alone(value)
         ]
+
+
+def are_same_numbers(numbers: Numbers, others: Numbers) -> bool:
+    """Whether two forwards have left the same, but for what is of one sample under `vmap`."""
+    for place in {*numbers, *others}:
+        left, other = numbers.get(place, []), others.get(place, [])
+        if any(map(is_of_one_sample, chain(left, other))):
+            continue
+        if len(left) != len(other) or not all(map(_same, left, other)):
+            return False
+    return True
+
+
+def _same(number: Any, other: Any) -> bool:
+    if not (isinstance(number, Tensor) and isinstance(other, Tensor)):
+        return type(number) is type(other) and bool(number == other or number != number)
+    if number.shape != other.shape or number.dtype != other.dtype:
+        return False
+    return near(number, other) if may_have_derivatives(number) else torch.equal(number, other)
+
+
+def _states(numbers: list[Any]) -> list[tuple[Any, int]]:
+    """What tells whether numbers are others later: tensors by what they are, and how often they were changed."""
+    return [(id(x), version_of(x)) if isinstance(x, Tensor) else (x, 0) for x in numbers]
+
+
+def _is_number(value: Any) -> bool:
+    if not isinstance(value, Tensor):
+        return isinstance(value, bool | int | float | complex)
+    return not value.requires_grad and value.layout is torch.strided and not (value.is_nested or has_no_values(value))
 
 
 def _holds_tensors_alone(value: Any) -> bool:

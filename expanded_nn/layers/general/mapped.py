@@ -27,7 +27,16 @@ from expanded_nn.common.shared import laid_out
 from expanded_nn.common.steady import Attributes, RandomStates, Traces, Undo
 from expanded_nn.common.traced import FirstEager, OnlyEager, is_traced
 from expanded_nn.layers.general.called import Called, is_cache
-from expanded_nn.layers.general.left import NOT_ITS_OWN, Given, Place, put_in_place, with_left
+from expanded_nn.layers.general.left import (
+    NOT_ITS_OWN,
+    Before,
+    Given,
+    Numbers,
+    Place,
+    are_same_numbers,
+    put_in_place,
+    with_left,
+)
 from expanded_nn.layers.general.one_sample import OneSample, ids_of_one_sample, is_of_one_sample
 from expanded_nn.layers.general.own_functions import functions_looked_at
 from expanded_nn.modules.base import PerSampleModule
@@ -133,6 +142,7 @@ class Mapper:
     makes_own: bool = False  # whether all that the forward makes is each sample's own, see `OneSample`
     counts: bool = False  # whether a loss may come of what it gives, and not a comparison alone
     leaves_traces: bool = False  # whether the plain forward has to run for what it leaves in attributes
+    numbers: Numbers | None = None  # those that the plain forward has left, in a comparison with it
 
     def __call__(self, leaves: list[Any], *, thorough: bool = True) -> Mapped:
         """Sends each sample through the forward alone.
@@ -323,12 +333,17 @@ class Mapper:
     @contextmanager
     def _nothing_of_one_sample(self, leaves: list[Any], *, thorough: bool) -> Iterator[None]:
         """Raises where the forward has left a tensor of one sample behind, in the module or in an argument."""
-        modules = [*self.module.modules()]
-        undo = Undo(modules) if left_together(self.module, self.call) else None
+        modules, told, kind = [*self.module.modules()], self.module._told, self.call.kind
+        together = left_together(self.module, self.call)
+        undo = Undo(modules) if together or self.numbers is not None or kind in told.counts else None
         before = Attributes(modules) if undo is None else undo.attributes
         with nullcontext() if undo is None else undo.updates:
+            numbers = None if self.numbers is None else Before(self.module)
             yield
-        if undo is not None and self.leaves_traces:
+        if numbers is not None and not self._are_of_all(numbers.numbers()):
+            told.counts.add(kind)
+        self.leaves_traces |= kind in told.counts
+        if undo is not None and together and self.leaves_traces:
             undo.put_back(drawn=False)
         looked_into = object if thorough else (Tensor, dict, list, tuple)
         for module in self.module.modules():
@@ -347,6 +362,14 @@ class Mapper:
                     raise error
         if any(map(is_of_one_sample, contents([leaf for leaf in leaves if not isinstance(leaf, Tensor)]))):
             raise keeping(self.module, "an argument")
+        if undo is not None and kind in told.counts:
+            undo.put_back(drawn=False)
+
+    def _are_of_all(self, numbers: Numbers) -> bool:
+        """Whether the forward has left the plain one's numbers; a counter of samples has one sample's."""
+        left = self.module._told.left.get(self.call.kind, ())
+        plain = {place: found for place, found in (self.numbers or {}).items() if place not in left}
+        return are_same_numbers(plain, numbers)
 
     # What the forward returns
 

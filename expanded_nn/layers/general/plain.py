@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from expanded_nn.common.batch import may_have_derivatives
 from expanded_nn.common.modes import FunctionMode, uncounted
 from expanded_nn.common.steady import BeforeForward, RandomStates, copies
-from expanded_nn.layers.general.left import Before, Place, with_left
+from expanded_nn.layers.general.left import Before, Numbers, Place, with_left
 from expanded_nn.layers.general.mapped import tensors_of
 from expanded_nn.layers.norm import with_contiguous_gradient
 
@@ -27,6 +27,7 @@ class Plain:
         self.is_random: bool | None = None  # whether it draws random numbers, once it has run
         self.left: Sequence[Place] = ()  # attributes in which it leaves what counts as given
         self.places: list[Place] = []  # all in which it has left tensors, once it has run
+        self.numbers: Numbers = {}  # those that it has left, once it has run
 
     def states_now(self) -> RandomStates:
         """The states of all generators that it may draw from."""
@@ -59,7 +60,7 @@ class Plain:
         with BeforeForward(self.module).without_traces(hooks=hooks), uncounted():
             before = Before(self.module)
             tensors = self._given(args, kwargs)
-            self.places = before.places()
+            self.places, self.numbers = before.places(), before.numbers()
         drawn = not draws and self.states.restore()
         self.is_random = drawn if self.is_random is None else self.is_random
         return [tensor.detach() for tensor in tensors]

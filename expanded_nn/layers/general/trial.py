@@ -70,6 +70,7 @@ class Trial:
         self.alone: dict[tuple[int, ...], Alone] = {}  # see `_of_samples`
         if self.plain.places and not mapper.guests:
             self._count_what_is_left(self.plain.places)
+        mapper.numbers = self.plain.numbers
 
     @torch.no_grad()
     def _first(self) -> list[Tensor]:
@@ -145,7 +146,7 @@ class Trial:
             PerSampleError: If the forward of the whole batch gives another result.
         """
         what = "on the whole batch its forward gives another result than sample by sample"
-        with self.plain.states_now():
+        with self.plain.states_now(), BeforeForward(self.module).without_traces():  # checkpoints compute again in it
             with WithoutChance() if self.plain.is_random else nullcontext():
                 if mapped is None or self.plain.is_random:
                     self.again = self._mapped_again()
@@ -283,7 +284,8 @@ class Trial:
         """
         trained, own = self._trained(), {id(parameter) for _, parameter, _ in self.module._own()}
         is_own = [id(parameter) in own for parameter in trained.values()]
-        with self.plain.states_now(), WithoutChance() if self.plain.is_random else nullcontext():
+        states, traces = self.plain.states_now(), BeforeForward(self.module).without_traces()
+        with states, traces, WithoutChance() if self.plain.is_random else nullcontext():
             leaves, structure, wanted = self._of_samples(dims)
             self.alone.clear()
             wanted = as_compared(wanted)  # which lets go of what the graph holds
