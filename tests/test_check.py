@@ -636,6 +636,18 @@ def test_long_lists_are_cut() -> None:
     assert "2.bias, 3.weight, 3.bias and 4 more differ" in str(enn.check(model, features()))
 
 
+def test_gradients_that_are_not_finite() -> None:
+    """A comparison of NaN with NaN says nothing."""
+    x = features()
+    report = enn.check(nn.Linear(4, 2), torch.full_like(x, torch.nan))
+    assert [(problem.kind, problem.where) for problem in report.problems] == [("rows", "weight")]
+    assert "weight are not finite for any sample, so they tell nothing" in str(report)
+    x[1] = torch.nan
+    report = enn.check(nn.Linear(4, 2), x)
+    assert report.ok
+    assert "the gradients of 1 sample(s) are not finite" in report.notes[0]
+
+
 def test_a_frozen_model() -> None:
     report = enn.check(nn.Linear(4, 4).requires_grad_(False), features())
     assert report.ok

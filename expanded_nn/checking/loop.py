@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from expanded_nn.checking.report import Findings
 from expanded_nn.checking.running import Call, Runner, nudged
-from expanded_nn.checking.samples import Layout, squares
+from expanded_nn.checking.samples import Layout, has_finite, squares
 
 _ROUNDINGS = 10  # an error up to so many times the effect of the inputs' last bits counts as rounding
 _LEAST = 100  # a gradient below so many roundings of the loss may be rounding itself
@@ -29,17 +29,34 @@ class Loop:
         names = [name for name, p in self.plain.module.named_parameters() if p.requires_grad]
         rows = {name: getattr(p, "grad_sample", None) for name, p in expanded.named_parameters()}
         differences, norms, used = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0), set()
+        compared, partly = set(), set()  # names of parameters; samples whose gradients are not finite
         for i, gradients in enumerate(self.gradients(self.call, losses)):
             for name, (grad, was_used) in gradients.items():
                 held_rows = rows[name]
                 difference, _, norm = squares(torch.zeros_like(grad) if held_rows is None else held_rows[i], grad)
                 differences[name] += difference
                 norms[name] += norm
+                some, all_ = has_finite(grad)
                 used |= {name} if was_used else set()
+                compared |= {name} if some else set()
+                partly |= set() if all_ else {i}
         unused = [name for name in names if name not in used]
         if unused:
             findings.notes.append(
                 f"never used: {listed(unused)}; the loss does not depend on them, and they get no rows."
+            )
+        not_compared = [name for name in names if name in used - compared]
+        if not_compared:
+            findings.complain(
+                "rows",
+                not_compared[0],
+                f"the gradients of {listed(not_compared)} are not finite for any sample, so they tell nothing",
+                "finite gradients",
+                "Give it other inputs; torch.autograd.set_detect_anomaly(True) finds what makes a NaN.",
+            )
+        elif partly:
+            findings.notes.append(
+                f"the gradients of {len(partly)} sample(s) are not finite, and were not compared where they are not."
             )
         # errors are relative to a gradient's norm, which may be nothing but rounding
         tolerance = findings.tolerance

@@ -80,11 +80,13 @@ class Report:
         if self.problems:
             lines = [f"check: {len(self.problems)} reason(s) not to trust the per-sample gradients:"]
         else:
-            worst = max(self.errors.values(), default=0.0)
-            lines = [
-                f"check: no problem found for {self.samples} samples. The rows of {len(self.errors)} parameter(s) "
-                f"agree with the sample-by-sample loop, to {worst:.1e} (tolerance {self.tolerance:.1e}, {self.dtype})."
-            ]
+            compared = "There were no rows to compare."
+            if self.errors:
+                compared = (
+                    f"The rows of {len(self.errors)} parameter(s) agree with the sample-by-sample loop, to "
+                    f"{max(self.errors.values()):.1e} (tolerance {self.tolerance:.1e}, {self.dtype})."
+                )
+            lines = [f"check: no problem found for {self.samples} samples. {compared}"]
         lines += [f"  {number}. {problem}" for number, problem in enumerate(self.problems, 1)]
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 

@@ -65,6 +65,13 @@ def squares(value: Tensor, other_value: Tensor) -> tuple[float, float, float]:
     return float((a - b).square().sum()), float(a.square().sum()), float(b.square().sum())
 
 
+def has_finite(tensor: Tensor) -> tuple[bool, bool]:
+    """Whether some numbers of a tensor are finite, and whether all are; see `masked`."""
+    left_out = masked(_plain(tensor))
+    all_finite = not bool(left_out.any())
+    return all_finite or not bool(left_out.all()), all_finite
+
+
 def masked(tensor: Tensor) -> Tensor:
     """Where numbers are inf, NaN, or so large that they stand for that, as `torch.finfo(dtype).min` does in masks."""
     return ~(tensor.abs() < torch.finfo(tensor.dtype).max / 2)
