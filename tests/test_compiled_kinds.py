@@ -370,11 +370,13 @@ def test_a_number_that_torch_takes_from_a_tensor(use: Callable[[Tensor, Tensor],
     assert any("it takes a number from a tensor in line" in str(warning.message) for warning in caught)
 
 
-def test_sparse_gradients_run_eagerly() -> None:
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_sparse_gradients_run_eagerly(accumulates: bool) -> None:
     model = enn.convert(nn.Embedding(9, 2, sparse=True)).per_sample()
 
     def step(x: Tensor) -> None:
-        model.zero_grad()
+        if not accumulates:
+            model.zero_grad()
         model(x).square().mean().backward()
 
     compiled = enn.compile(step, backend="eager")

@@ -221,9 +221,9 @@ class FormerGrads:
         self.ids = {number: id(owners[number]) for number in grads}
         self.states, self.clipped = states, clipped
         known = states or {}
+        if any(grad.layout is not torch.strided for grad in grads.values()):
+            raise OnlyEager("its gradients are sparse")  # torch cannot add to one in a trace
         self.zeros = [number for number in grads if known.get(self.ids[number], (False,))[0]]
-        if any(grads[number].layout is not torch.strided for number in self.zeros):
-            raise OnlyEager("a sparse gradient is there already")
         self.inputs = {number: grad for number, grad in grads.items() if number not in self.zeros}
 
     def put(self, owners: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
