@@ -188,6 +188,7 @@ def test_random_branches(*, own: bool) -> None:
 def test_what_is_left_has_other_dimensions_later() -> None:
     assert sum(play(766126, own=False))  # a number, and then positions
     assert sum(play(1454, own=False))  # a result, and then a single position
+    assert sum(play(98608, own=False))  # a number beside it, by whether the arguments require gradients
 
 
 @pytest.mark.fuzz

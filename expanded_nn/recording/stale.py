@@ -153,8 +153,8 @@ def _sum_of_rows(leaf: Leaf) -> tuple[Tensor, Tensor]:
 
 def _rows_cancel(leaf: Leaf) -> bool:
     """Whether a zero `.grad` may be the sum of rows that cancel."""
-    if leaf.notes.has_foreign_part:
-        return False  # with rows that cancel `.grad` is its foreign part, which is not zero: it was cleared
+    if leaf.notes.has_foreign_part or leaf.notes.is_scaled:
+        return False  # rows that cancel would leave the foreign part, or what was taken by scaling: it was cleared
     grad, clipped = leaf.clipped_grad, leaf.notes.clipped
     if grad is not None and clipped is not None and not clipped.is_as_it_was(grad):
         return False  # the sum of the rows says nothing about a `.grad` that was changed after clipping had set it

@@ -161,6 +161,12 @@ FOUND: dict[str, Story] = {
             *(Forward(), Backward()),
         ],
     ),
+    "clearing_is_seen_where_rows_cancel_of_which_some_were_scaled_in_grad": Story(
+        [
+            *(Forward(3, seed=1), Backward(factor=-1.0), Scale(), Together(3, use="forward", seed=1)),
+            *(Forward(), Clear("optimizer_to_zero"), Backward()),
+        ],
+    ),
     "clearing_is_seen_where_there_were_no_samples": Story(
         [Forward(), Backward(), PerSample(), Piece(0), Backward(), Clear("zero"), Together(use="weight")],
     ),

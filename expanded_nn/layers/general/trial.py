@@ -365,6 +365,8 @@ class Trial:
         if self._is_within_another():
             return []
         mapped, inputs = self._mapped_again()
+        if place >= len(mapped.tensors):  # it asks whether its arguments require grad: nothing to tell by
+            return []
         wanted = derivatives([mapped.tensors[place].sum()], [*self._trained(), *inputs])
         pair = self._beside_plain(wanted, lambda plain: [plain[place]], hooks=hooks)
         if pair is None:
