@@ -1134,6 +1134,15 @@ def a_result_of_one_step_that_is_not_compared() -> None:
     torch.func.functional_call(model, {"scale": torch.ones(3, 4)}, (torch.randn(5, 3, 4),))
 
 
+@refused(r"^Own: its forward keeps tensors in attribute 'kept'")
+def something_kept_that_is_not_compared() -> None:
+    def keeps(self: Any, x: Tensor) -> Tensor:
+        self.kept = x * self.scale
+        return self.kept.sin()
+
+    functional_call(enn.convert(Own(keeps)).per_sample(), {"scale": torch.ones(3, 4)}, (torch.randn(3, 4),))
+
+
 @refused(
     r"^Own: for one sample its forward returns a tensor of shape \(3, 4\); .*Give a tensor in place of a list with an e"
 )

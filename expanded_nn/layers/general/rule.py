@@ -233,19 +233,20 @@ class General(Expanded):
             return mapper.without_samples()
         # another value may lead the forward another way, or tell that rows are another sample's: compared at each call
         by_values = self.goes_in_a_loop() or FOLDED in call.dims or call.kind in told.failed
-        is_known = call.kind in known and not (by_values or known[call.kind].reduces)
-        is_known = is_known and not told.lacks_derivatives(call)
         if by_values:
-            how = (
-                "with several rows of each in an argument"
-                if FOLDED in call.dims
-                else "alone, as on the whole batch they have given something else"
-            )
-            how = "one by one, in a loop" if self.goes_in_a_loop() else how
+            how = "alone, as on the whole batch they have given something else"
+            if self.goes_in_a_loop():
+                how = "one by one, in a loop"
+            elif FOLDED in call.dims:
+                how = "with several rows of each in an argument"
             refuse_values(f"the samples go through {self.qualified_name} {how}")
-        if not mapper.guests and not is_known:
+        if mapper.guests:  # there is no plain forward to compare with
+            mapper.counts = True
+            return mapper(call.leaves, thorough=False).result()
+        is_known = call.kind in known and not (by_values or known[call.kind].reduces or told.lacks_derivatives(call))
+        if not is_known:
             wait_for_values("a module of the general rule is compared with its plain forward first")
-        trial = None if mapper.guests or is_known else Trial(mapper)
+        trial = None if is_known else Trial(mapper)
         mapper.counts = True
         before = Undo([*modules_in(self)]) if is_known and told.leaves_something and not is_traced() else None
         try:
@@ -255,15 +256,13 @@ class General(Expanded):
             if trial is not None or not error.by_keeping:
                 raise
             return self._in_another_way(call, before)
-        if mapper.guests:
-            return mapped.result()
-        if trial is None and not known[call.kind].fits(mapped):
-            return self._in_another_way(call, before)
-        if before is not None:
-            told.leaves_something = before.has_changed()
         if trial is not None:
             with self._unnoticed():
                 trial.told(mapped)
+        elif not known[call.kind].fits(mapped):
+            return self._in_another_way(call, before)
+        if before is not None:
+            told.leaves_something = before.has_changed()
         compared = known[call.kind]
         if not compared.alike:
             self._refuse_square(call.inputs[1:], call.batch)
