@@ -115,21 +115,19 @@ class WholeBatch:
     def by_known_way(self, ways: Ways) -> Any:
         """The result, if it went a known way."""
         told = self.told
-        if is_traced() or not told.leaves_something:  # a trace is taken back as a whole
-            result, way = self.attempt(self.call.args, self.call.kwargs)
-            if (found := ways.found(way)) is not None:
-                told.compared[self.call.kind] = found
-                return result
-            if not is_traced():
-                self.was_in_vain = told.leaves_something = True  # until the next run tells
-            return NotImplemented
-        before = Undo([*modules_in(self.module)])
-        with before.updates:
+        # a trace is taken back as a whole
+        before = Undo([*modules_in(self.module)]) if told.leaves_something and not is_traced() else None
+        with nullcontext() if before is None else before.updates:
             result, way = self.attempt(self.call.args, self.call.kwargs)
         if (found := ways.found(way)) is None:
-            before.put_back()  # what it has counted, drawn and kept, as another forward follows
+            if before is not None:
+                before.put_back()  # what it has counted, drawn and kept, as another forward follows
+            elif not is_traced():
+                self.was_in_vain = told.leaves_something = True  # until the next run tells
             return NotImplemented
         told.compared[self.call.kind] = found
+        if before is None:
+            return result
         told.leaves_something = before.has_changed()
         if told.leaves_something and self.was_in_vain:
             warn(
