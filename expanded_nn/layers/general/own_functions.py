@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from threading import Lock, local
+from threading import local
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.autograd.function import Function
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode, handle_torch_function
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from expanded_nn.common.meanwhile import OfAllThreads
 from expanded_nn.common.modes import function_modes, is_batched, outside_of_vmap, transforms, version_of
 from expanded_nn.common.traced import refuse_values
 from expanded_nn.recording.lift import OfAllSamples, with_tensors
@@ -77,26 +78,17 @@ def functions_looked_at() -> Iterator[None]:
             _FORWARDS.running -= 1
 
 
-class _InPlaceOfC:
-    """`Function.apply` in place of torch's, as long as a forward of any thread looks at Functions."""
-
-    def __init__(self) -> None:
-        self.lock, self.forwards = Lock(), 0
-
-    def __enter__(self) -> None:
-        with self.lock:
-            self.forwards += 1
-            if self.forwards == 1:
-                Function.apply = classmethod(_apply)  # type: ignore[assignment,method-assign]
-
-    def __exit__(self, *_: object) -> None:
-        with self.lock:
-            self.forwards -= 1
-            if not self.forwards:
-                Function.apply = _APPLY  # type: ignore[method-assign]
+@contextmanager
+def _in_place_of_c() -> Iterator[None]:
+    Function.apply = classmethod(_apply)  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        Function.apply = _APPLY  # type: ignore[method-assign]
 
 
-_IN_PLACE_OF_C = _InPlaceOfC()
+# `Function.apply` in place of torch's, as long as a forward of any thread looks at Functions
+_IN_PLACE_OF_C = OfAllThreads(_in_place_of_c)
 
 
 class _OtherCode:
