@@ -322,6 +322,37 @@ def test_a_field_that_has_no_value() -> None:
     assert compared(program, None) == 1
 
 
+@dataclass
+class Completed:
+    """With attributes that are no fields."""
+
+    x: Tensor
+
+    def __post_init__(self) -> None:
+        self.scaled = 2 * self.x
+
+
+def test_attributes_that_are_no_fields() -> None:
+    def program(model: Any, wrap: Any) -> Any:
+        def step(batch: Completed, y: Tensor) -> Completed:
+            loss = trained(model, batch.scaled, y)
+            del batch.scaled
+            batch.loss = loss  # type: ignore[attr-defined]
+            result = Completed(batch.x)
+            result.scaled = loss * 2
+            return result
+
+        compiled = wrap(step)
+
+        def call(_: Any, x: Tensor, y: Tensor) -> Any:
+            batch = Completed(x)
+            return vars(compiled(batch, y)), vars(batch)
+
+        return call, None
+
+    assert compared(program, None) == 1
+
+
 def test_a_step_that_calls_no_module() -> None:
     def program(model: Any, wrap: Any) -> Any:
         weight = torch.linspace(-1, 1, 24).view(8, 3).requires_grad_()

@@ -1,6 +1,5 @@
 """Who is a sample: the batch size of a call, found in its arguments."""
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from inspect import unwrap
 from itertools import islice, product
@@ -13,6 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves, tree_map
 
 from expanded_nn._errors import shown
+from expanded_nn.common.containers import is_record, names_in_record
 from expanded_nn.common.traced import refuse_values
 
 Dims = tuple[int | None, ...]  # of several arguments, or several of one
@@ -89,9 +89,9 @@ def _collect(value: Any, found: list[Tensor | PackedSequence]) -> None:
     elif isinstance(value, (dict, Mapping)):
         for item in value.values():
             _collect(item, found)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            _collect(getattr(value, field.name), found)
+    elif is_record(value):
+        for name in names_in_record(value):
+            _collect(getattr(value, name), found)
 
 
 def data_in(value: Any) -> Iterator[Tensor]:

@@ -100,25 +100,29 @@ def _filled(holder: Any, leaves: Iterator[Any], is_leaf: IsLeaf) -> Any:
 
 def _is_holder(part: Any) -> bool:
     """Whether a leaf of torch's trees is an object that can be taken apart."""
-    return _has_items(part) or _is_dataclass(part)
+    return _has_items(part) or is_record(part)
 
 
 def _has_items(part: Any) -> bool:
     return isinstance(part, dict | UserDict | list)
 
 
-def _is_dataclass(part: Any) -> bool:
+def is_record(part: Any) -> bool:
+    """Whether it is an object of a dataclass."""
     return dataclasses.is_dataclass(part) and not isinstance(part, type)
 
 
+def names_in_record(record: Any) -> list[str]:
+    """The names of its fields, as far as they are set, and of its other attributes."""
+    fields = [field.name for field in dataclasses.fields(record) if hasattr(record, field.name)]
+    return [*dict.fromkeys((*fields, *getattr(record, "__dict__", ())))]
+
+
 def _names(holder: Any) -> list[Any]:
-    """The keys of a mapping; the places of a list; of a dataclass the names of its fields and its other attributes."""
+    """The keys of a mapping; the places of a list; the names in a dataclass."""
     if isinstance(holder, list):
         return [*range(len(holder))]
-    if _has_items(holder):
-        return [*holder]
-    fields = [field.name for field in dataclasses.fields(holder) if hasattr(holder, field.name)]
-    return [*dict.fromkeys((*fields, *getattr(holder, "__dict__", ())))]
+    return [*holder] if _has_items(holder) else names_in_record(holder)
 
 
 def _get(holder: Any, name: Any) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import fields, is_dataclass
 from operator import itemgetter, setitem
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
@@ -17,6 +16,7 @@ from torch.optim import Optimizer
 
 from expanded_nn._errors import is_ours
 from expanded_nn.common.batch import contents
+from expanded_nn.common.containers import is_record, names_in_record
 from expanded_nn.common.traced import OnlyEager
 from expanded_nn.compiling.names import is_the_users
 from expanded_nn.core.kronecker import EigenFactors, KroneckerFactors
@@ -131,8 +131,7 @@ def _is_made_in_another_way(value: Any) -> bool:
 
 def has_items(value: Any) -> bool:
     """Whether it is a list, a tuple, a mapping, a dataclass or Kronecker factors."""
-    is_known = isinstance(value, list | tuple | Mapping | KroneckerFactors)
-    return is_known or (is_dataclass(value) and not isinstance(value, type))
+    return isinstance(value, list | tuple | Mapping | KroneckerFactors) or is_record(value)
 
 
 def items_of(container: Any) -> dict[Any, Any]:
@@ -146,7 +145,7 @@ def items_of(container: Any) -> dict[Any, Any]:
         return {"A": container.A, "G": container.G, "count": container.count}
     if isinstance(container, list | tuple):
         return dict(enumerate(container))
-    return {field.name: getattr(container, field.name) for field in fields(container) if hasattr(container, field.name)}
+    return {name: getattr(container, name) for name in names_in_record(container)}
 
 
 def put_items(container: Any, removed: Sequence[Any], new: Mapping[Any, Any]) -> None:
@@ -160,7 +159,9 @@ def put_items(container: Any, removed: Sequence[Any], new: Mapping[Any, Any]) ->
         for key in removed:
             container.pop(key, None)
         container.update(new)
-    else:
+    else:  # a frozen dataclass's own methods refuse
+        for name in removed:
+            object.__delattr__(container, name)
         for name, value in new.items():
             object.__setattr__(container, name, value)
 

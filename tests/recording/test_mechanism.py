@@ -4,7 +4,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -845,6 +845,17 @@ def test_shared_table_of_coordinates() -> None:
 class Batch:
     label: int
     features: Tensor
+    lacking: Tensor = field(init=False)
+
+
+@dataclass
+class Made:
+    """Its tensor is an attribute, and no field."""
+
+    given: list[Tensor]
+
+    def __post_init__(self) -> None:
+        (self.features,), self.given = self.given, []
 
 
 @pytest.mark.parametrize(
@@ -852,6 +863,7 @@ class Batch:
     [
         pytest.param(lambda x: {"x": x}, id="dict"),
         pytest.param(lambda x: Batch(1, x), id="dataclass"),
+        pytest.param(lambda x: Made([x]), id="attribute_of_a_dataclass"),
         pytest.param(lambda x: (("a", [x]),), id="nested_tuple"),
         pytest.param(lambda x: {"scale": torch.tensor(2.0), "x": x}, id="after_a_number"),
     ],
@@ -868,7 +880,7 @@ def test_the_batch_is_found_in_a_structure(wrap: Callable[[Tensor], Any]) -> Non
         def unwrap(self, given: Any) -> Tensor:
             if isinstance(given, dict):
                 return given["x"]
-            return given.features if isinstance(given, Batch) else given[0][1][0]
+            return given.features if isinstance(given, Batch | Made) else given[0][1][0]
 
     module = Model()
     model = enn.convert(module).per_sample(loss_reduction="sum")
