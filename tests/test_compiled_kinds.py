@@ -2,7 +2,8 @@
 
 import random
 import warnings
-from collections.abc import Callable
+from collections import UserDict
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -351,6 +352,65 @@ def test_attributes_that_are_no_fields() -> None:
         return call, None
 
     assert compared(program, None) == 1
+
+
+class Named(dict[str, Tensor]):
+    scale: Any
+
+
+class NamedByUser(UserDict[str, Tensor]):
+    scale: Any
+
+
+class Own(MutableMapping[str, Tensor]):
+    """A copy of it shares the items."""
+
+    scale: Any
+
+    def __init__(self, **items: Tensor) -> None:
+        self.items_of_its_own = items
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self.items_of_its_own[key]
+
+    def __setitem__(self, key: str, value: Tensor) -> None:
+        self.items_of_its_own[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.items_of_its_own[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.items_of_its_own)
+
+    def __len__(self) -> int:
+        return len(self.items_of_its_own)
+
+
+@pytest.mark.parametrize(
+    ("kind", "scale", "match", "count"),
+    [
+        (Named, lambda number, x: number // 4 + 1.0, None, 2),
+        (Named, lambda number, x: x.abs().max(), "takes or returns a Named, with tensors in attributes", 0),
+        (NamedByUser, lambda number, x: number // 4 + 1.0, None, 2),
+        (NamedByUser, lambda number, x: [x.abs().max()], "NamedByUser, with tensors in attributes", 0),
+        (Own, lambda number, x: 1.0, "takes or returns a Own, a copy of which may share its items", 0),
+    ],
+)
+def test_a_mapping_with_attributes(kind: Any, scale: Any, match: str | None, count: int) -> None:
+    def program(model: Any, wrap: Any) -> Any:
+        def step(batch: Any, y: Tensor) -> Any:
+            return trained(model, batch["x"], y, batch.scale[0] if isinstance(batch.scale, list) else batch.scale)
+
+        compiled = wrap(step)
+
+        def call(number: int, x: Tensor, y: Tensor) -> Any:
+            batch = kind(x=x)
+            batch.scale = scale(number, x)
+            return compiled(batch, y), batch["x"]
+
+        return call, None
+
+    assert compared(program, match) == count
 
 
 def test_a_step_that_calls_no_module() -> None:

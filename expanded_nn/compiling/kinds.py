@@ -26,7 +26,7 @@ from expanded_nn.compiling.looks import (
     own_attributes,
 )
 from expanded_nn.compiling.names import HOOKS, PLAIN, Names, Referred, set_by_users
-from expanded_nn.compiling.packing import WITH_COUNT, has_items, items_of
+from expanded_nn.compiling.packing import WITH_COUNT, attributes_beside_items, has_items, items_of
 from expanded_nn.compiling.seen import Seen
 from expanded_nn.compiling.watched import HOOKS_OF_TENSOR
 from expanded_nn.factored import FactoredTensor
@@ -96,8 +96,8 @@ class Call:
         if isinstance(value, list):
             return cls, self._number(value), tuple([self._of(item) for item in value])
         if isinstance(value, dict) or has_items(value):
-            number = self._number(value)
-            return cls, number, tuple([(key, self._of(item)) for key, item in items_of(value).items()])
+            number, of_both = self._number(value), (items_of(value), attributes_beside_items(value))
+            return cls, number, tuple([tuple([(key, self._of(held)) for key, held in of.items()]) for of in of_both])
         # those in an optimizer, as in the `self` of a method, are the models'
         held = () if cls is Projection else contents(value, closed=(Optimizer,))
         if any(isinstance(part, Tensor) for part in held):

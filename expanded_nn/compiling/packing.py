@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from operator import itemgetter, setitem
 from types import CodeType, FrameType, FunctionType, ModuleType
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 from expanded_nn._errors import is_ours
 from expanded_nn.common.batch import contents
 from expanded_nn.common.containers import is_record, names_in_record
+from expanded_nn.common.outside import NOTHING
 from expanded_nn.common.traced import OnlyEager
 from expanded_nn.compiling.names import is_the_users
 from expanded_nn.core.kronecker import EigenFactors, KroneckerFactors
@@ -148,6 +150,15 @@ def items_of(container: Any) -> dict[Any, Any]:
     return {name: getattr(container, name) for name in names_in_record(container)}
 
 
+def attributes_beside_items(container: Any) -> dict[str, Any]:
+    """The attributes of a mapping of the user's class that are none of its items; none of what is no such mapping."""
+    if type(container) is dict or not isinstance(container, Mapping) or not is_the_users(type(container)):
+        return {}
+    items, held = dict(container), container.data if isinstance(container, UserDict) else NOTHING
+    attributes = getattr(container, "__dict__", {})
+    return {name: own for name, own in attributes.items() if own is not held and own is not items.get(name, NOTHING)}
+
+
 def put_items(container: Any, removed: Sequence[Any], new: Mapping[Any, Any]) -> None:
     """Changes a list, a dict, a dataclass or the count of Kronecker factors as a step has changed it."""
     if isinstance(container, list):
@@ -168,6 +179,8 @@ def put_items(container: Any, removed: Sequence[Any], new: Mapping[Any, Any]) ->
 
 def _packed_items(value: Any, parts: list[Any], counts: Mapping[int, Tensor]) -> Remake:
     """Packs what a mapping or a dataclass holds."""
+    if isinstance(value, Mapping):
+        _refuse_more_than_items(value)
     put = setitem if isinstance(value, Mapping) else object.__setattr__  # a frozen dataclass's own refuses
     remakes = {key: packed(item, parts, counts) for key, item in items_of(value).items()}
     emptied = copy.copy(value)  # so that nothing of the trace lives on
@@ -181,6 +194,15 @@ def _packed_items(value: Any, parts: list[Any], counts: Mapping[int, Tensor]) ->
         return result
 
     return remake
+
+
+def _refuse_more_than_items(mapping: Mapping[Any, Any]) -> None:
+    """Gives a trace up where a copy of a mapping would not be made of new items alone."""
+    kind = type(mapping).__name__
+    if not isinstance(mapping, dict | UserDict):
+        raise OnlyEager(f"it takes or returns a {kind}, a copy of which may share its items (take a dict)")
+    if any(isinstance(part, Tensor) for part in contents([*attributes_beside_items(mapping).values()])):
+        raise OnlyEager(f"it takes or returns a {kind}, with tensors in attributes (make them items)")
 
 
 def _packed_rows(rows: FactoredTensor, parts: list[Any]) -> Remake:
