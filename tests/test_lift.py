@@ -1376,6 +1376,51 @@ def test_expands_and_alone_take_names(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_right(Gain(), features(T, D)(B))
 
 
+class Slope(nn.Module):
+    """Says itself where the samples stand."""
+
+    def __init__(self, batch_first: bool) -> None:
+        super().__init__()
+        self.batch_first, self.weight = batch_first, nn.Parameter(torch.rand(D, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+@pytest.mark.parametrize("length", [1, B, T])
+@pytest.mark.parametrize("of_model", [True, False])
+@pytest.mark.parametrize("of_layer", [True, False])
+@pytest.mark.parametrize("vmapped", [True, False])
+def test_a_layer_of_the_users_with_a_batch_first_of_its_own(
+    vmapped: bool, of_layer: bool, of_model: bool, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(EXPANDED, Slope, None)
+
+    @enn.expands(Slope)
+    class SlopeTwin(enn.Expanded, Slope):
+        ranks = {"weight": 1}  # noqa: RUF012
+        feature_dims = 1
+
+        def expanded_forward(self, x: Tensor) -> Tensor:
+            return self.by_sample(lambda x: x * self.expanded("weight")[:, None], 1, x=x)
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        x = x * (torch.logcumsumexp(self.scale[None], 0) if vmapped else self.scale)
+        return self.layer(x if of_layer == of_model else x.transpose(0, 1))
+
+    def loss(module: Any, call: Call, first: int = 0) -> Tensor:
+        return call.on(module).square().sum()
+
+    module, x = Own(forward, layer=Slope(of_layer)), values(B, length, D)
+    call = Call((x if of_model else x.transpose(0, 1),))
+    expected = loop(module, call, B, take=lambda c, i: c.map(lambda x: x.narrow(1 - of_model, i, 1)), objective=loss)
+    model = enn.convert(module).per_sample(batch_first=of_model, loss_reduction="sum")
+    for _ in range(3):
+        model.zero_grad()
+        loss(model, call).backward()
+        assert_close_rows(rows_of(model), expected)
+
+
 class Folding(nn.Module):
     def __init__(self) -> None:
         super().__init__()

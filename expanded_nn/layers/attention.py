@@ -168,10 +168,6 @@ class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
         out = self.out_proj
         return linear(heads, out.expanded("weight"), out.expanded("bias"))
 
-    @property
-    def _samples_dim(self) -> int:
-        return 0 if self.batch_first else 1
-
     def _samples_first(self, argument: str, x: Tensor) -> Tensor:
         """`x` as `(B, T, features)`."""
         refuse_other_than_sequences(self, argument, x, self._samples_dim)

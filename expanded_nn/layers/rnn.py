@@ -29,10 +29,6 @@ class _Layers(Expanded, nn.RNNBase):
         """Weights are matrices, biases are vectors; how many there are depends on the arguments."""
         return {name: 2 if name.startswith("weight") else 1 for name in self._flat_weights_names}
 
-    @property
-    def _samples_dim(self) -> int:
-        return 0 if self.batch_first else 1
-
     def sample_dims(self, tensors: int) -> list[int]:
         return [self._samples_dim] + [1] * (tensors - 1)
 

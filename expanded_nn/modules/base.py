@@ -285,7 +285,7 @@ class Expanded(PerSampleModule):
 
     def sample_dims(self, tensors: int) -> list[int]:
         """Where the samples stand in each of the first tensors among the arguments, and likewise in the result."""
-        return [0] * tensors
+        return [self._samples_dim] * tensors
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         recorder = self._recorder
@@ -395,7 +395,7 @@ class Expanded(PerSampleModule):
     @property
     def _samples_dim(self) -> int:
         """Where the samples stand in an input that has two dimensions before its features."""
-        return 0 if self.fixed_layout or self.model_batch_first else 1
+        return 0 if self.fixed_layout or getattr(self, "batch_first", self.model_batch_first) else 1
 
     def by_sample(self, function: Callable[..., Tensor], feature_dims: int, **inputs: Tensor) -> Tensor:
         """`function(*inputs)` with the samples moved to the front of each input, and back in the result.

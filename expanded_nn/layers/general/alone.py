@@ -74,9 +74,13 @@ class Alone(General):
     _on_whole_batch: ClassVar[type[WholeBatch]] = FoldedBatch
 
     def _inside_general(self, recorder: Recorder, args: Any, kwargs: Any) -> Any:
-        """As a layer does, it leaves the `vmap` of a module around it, unless that one is tried in its place."""
+        """As a layer does, it leaves the `vmap` of a module around it, unless that one is tried in its place.
+
+        With the samples second it stays: nothing says where they are in what it returns.
+        """
         trial = recorder.escalation.on_trial
-        if trial is not None and trial is not self and any(self is inner for inner in trial.modules()):
+        is_within = trial is not None and trial is not self and any(self is inner for inner in trial.modules())
+        if is_within or self._samples_dim:
             return self._plain_forward(*args, **kwargs)
         return Expanded._inside_general(self, recorder, args, kwargs)
 

@@ -315,11 +315,6 @@ class General(Expanded):
             return parameter.expand(self.pass_batch_size, *parameter.shape)
         return self._recorder.expand(parameter)
 
-    @property
-    def _samples_dim(self) -> int:
-        """Where the samples stand: as the module's own `batch_first` says, or else the model's."""
-        return 0 if getattr(self, "batch_first", self.model_batch_first) else 1
-
     def _dim_of(self, tensor: Tensor) -> int:
         return self._samples_dim if tensor.dim() > 1 else 0
 
