@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import handle_torch_function, has_torch_function
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode, handle_torch_function, has_torch_function
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from expanded_nn.common.meanwhile import quiet
@@ -56,6 +56,7 @@ class LiftedCall:
         self, module: nn.Module, originals: Mapping[Slot, Tensor], structure: TreeSpec, dims: Sequence[int]
     ) -> None:
         self.module, self.originals, self.structure, self.dims = module, originals, structure, dims
+        # torch switches a mode off within a function that the mode was told of
         self.modes = [mode for mode in function_modes() if isinstance(mode, WithoutDropout)]
         self.result: tuple[list[Any], TreeSpec] = ([], structure)  # its leaves, whose tensors are of all samples
 
@@ -67,10 +68,7 @@ class LiftedCall:
             dim = next(where) if isinstance(leaf, Tensor) else None
             whole.append(leaf if dim is None else _of_all_samples(leaf, dim, mapped, batch))
         args, kwargs = tree_unflatten(whole, self.structure)
-        with ExitStack() as stack:
-            for mode in self.modes:  # torch switches a mode off within a function that the mode was told of
-                stack.enter_context(mode)
-            stack.enter_context(swapped(self.originals))
+        with heard_by(self.modes), swapped(self.originals):
             self.result = tree_flatten(self.module.expanded_forward(*args, **kwargs))  # type: ignore[operator]
         outputs = [leaf for leaf in self.result[0] if isinstance(leaf, Tensor)]
         dims = self.module.sample_dims(len(outputs))  # type: ignore[operator]
@@ -210,6 +208,18 @@ def _lists_of(modules: Iterable[nn.Module], by_id: Collection[int]) -> Iterator[
                 items = value.values() if isinstance(value, dict) else value
                 if id(next(iter(items))) in by_id:
                     yield module, name, value
+
+
+@contextmanager
+def heard_by(modes: Sequence[TorchFunctionMode]) -> Iterator[None]:
+    """Lets modes hear of torch's functions, such as one that fixes random numbers."""
+    for mode in modes:
+        _push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in modes:
+            _pop_mode()
 
 
 def quiet_fallbacks() -> AbstractContextManager[None]:

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import Function
-from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode, handle_torch_function
+from torch.overrides import handle_torch_function
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from expanded_nn.common.meanwhile import OfAllThreads
 from expanded_nn.common.modes import function_modes, is_batched, outside_of_vmap, transforms, version_of
 from expanded_nn.common.traced import refuse_values
-from expanded_nn.recording.lift import OfAllSamples, with_tensors
+from expanded_nn.recording.lift import OfAllSamples, heard_by, with_tensors
 
 # Classes of tensors that stand for parameters, and that a Function would take for plain tensors (`batched.py`).
 STAND_INS: set[type[Tensor]] = set()
@@ -153,7 +153,7 @@ class _Applied:
         versions = list(map(version_of, shared))
         args, kwargs = tree_unflatten(parts, self.structure)
         try:
-            with _heard_by(self.modes):
+            with heard_by(self.modes):
                 result, structure = tree_flatten(_torchs_apply(self.cls, *args, **kwargs))
         except RuntimeError as error:
             if "modified inplace" not in str(error):
@@ -168,18 +168,6 @@ class _Applied:
 
     def _not_by_vmap(self, what: str) -> RuntimeError:
         return RuntimeError(f"under vmap the autograd Function {self.cls.__name__} {what}")
-
-
-@contextmanager
-def _heard_by(modes: Sequence[TorchFunctionMode]) -> Iterator[None]:
-    """Lets modes hear of torch's functions, such as one that fixes random numbers."""
-    for mode in modes:
-        _push_mode(mode)
-    try:
-        yield
-    finally:
-        for _ in modes:
-            _pop_mode()
 
 
 def _values(leaves: Sequence[Any]) -> list[Any]:
