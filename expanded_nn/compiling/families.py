@@ -16,7 +16,7 @@ from expanded_nn.compiling.replay import ArgumentDim, Graph
 from expanded_nn.compiling.seen import Seen
 from expanded_nn.modules.base import PerSampleModule
 from expanded_nn.recording.isolation import Grads
-from expanded_nn.recording.recorder import Recorder
+from expanded_nn.recording.recorder import Recorder, modules_in
 
 Shapes = tuple[torch.Size, ...]
 MOST_SHAPES = 10_000  # of calls whose graphs are known; later ones are looked for anew
@@ -130,15 +130,13 @@ class Met:
 
     def add(self, modules: Iterable[nn.Module], recorders: Iterable[Recorder]) -> None:
         """Adds modules with all within, and recorders."""
-        members = dict.fromkeys(member for module in modules for member in module.modules())
-        self.modules = list(dict.fromkeys([*self.modules, *members]))
+        self.modules = [*dict.fromkeys([*self.modules, *modules_in(*modules)])]
         self.noted = [*dict.fromkeys(recorder for recorder in (*self.noted, *recorders) if not is_gone(recorder))]
 
     def refer(self, modules: Iterable[nn.Module]) -> None:
         """Notes the modules that the step refers to, with all within."""
         called = set(self.modules)
-        members = dict.fromkeys(member for module in modules for member in module.modules())
-        self.others = [member for member in members if member not in called]
+        self.others = [member for member in modules_in(*modules) if member not in called]
 
 
 @dataclass

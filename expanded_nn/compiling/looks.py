@@ -39,7 +39,7 @@ from expanded_nn.compiling.names import (
 from expanded_nn.compiling.seen import Seen
 from expanded_nn.compiling.state import State, bytes_of, has_numbers, is_of_trace, shows_others, slots_of
 from expanded_nn.factored import FactoredTensor
-from expanded_nn.recording.recorder import Recorder, recorder_of
+from expanded_nn.recording.recorder import Recorder, modules_in, recorder_of
 
 MOST_ITEMS = 10_000  # of a list or a dict; what is within the items of a longer one does not count
 MOST_NUMBERS = 100_000  # of an array; a step with a larger one runs eagerly
@@ -365,8 +365,8 @@ class StepValues:
         """The recorders of rows that the step may name, be they those of a model that it calls or not."""
         if "grad_sample" not in self.referred.names.words:
             return []
-        members = (member for module in self.modules for member in module.modules())
-        recorders = [vars(member).get("_recorder") for member in members] + [*map(recorder_of, self.parameters)]
+        of_modules = [vars(member).get("_recorder") for member in modules_in(*self.modules)]
+        recorders = [*of_modules, *map(recorder_of, self.parameters)]
         return list(dict.fromkeys(filter(None, recorders)))
 
     def key(self, objects: Sequence[Any]) -> Hashable:
