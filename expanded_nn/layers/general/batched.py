@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from itertools import chain
 from threading import local
@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from expanded_nn.common.containers import flatten
@@ -104,20 +103,18 @@ class Run:
 
     def __enter__(self) -> None:
         self.mode = self._looks_at()
-        if self.mode is not None:
-            self.mode.__enter__()
+        self.mode.__enter__()
         _RUNNING.runs.append(self)
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error: Any) -> None:
         _RUNNING.runs.pop()
-        if self.mode is not None:
-            self.mode.__exit__(*error)
+        self.mode.__exit__(*error)
 
-    def _looks_at(self) -> TorchFunctionMode | None:
+    def _looks_at(self) -> AbstractContextManager[Any]:
         """What looks at operations; where the graph tells whose the rows are, at writes alone, if there are any."""
         if self.owners is not None:
-            return Writes(self.owners) if self.owners.memo.follows_writes else None
-        return None if _RUNNING.reads.is_on() else _RUNNING.reads
+            return Writes(self.owners) if self.owners.memo.follows_writes else nullcontext()
+        return nullcontext() if _RUNNING.reads.is_on() else _RUNNING.reads
 
     def has_rows(self, x: Any, dims: int) -> bool:
         """Whether it is a plain tensor of B rows, one for each sample, with at least so many dimensions."""
