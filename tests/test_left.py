@@ -1,7 +1,7 @@
 """What a forward of the general rule leaves in attributes of its modules: what the plain one leaves."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 import pytest
@@ -316,3 +316,54 @@ def test_what_a_hook_keeps_for_the_forward(forward: Any) -> None:
     model = enn.convert(module).per_sample(loss_reduction="sum")
     for call in calls():
         assert_rows_of_the_loop(model, module, call)
+
+
+class Items(MutableMapping[str, Any]):
+    """A copy of it shares the items."""
+
+    def __init__(self, **items: Any) -> None:
+        self.held = items
+
+    def __getitem__(self, key: str) -> Any:
+        return self.held[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.held[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.held[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.held)
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+
+COUNTED = Items(calls=0)
+
+
+class Counting(nn.Module):
+    def __init__(self, *, own: bool) -> None:
+        super().__init__()
+        self.linear, self.counted = nn.Linear(D, 2), Items(calls=0)
+        self.scale = nn.Parameter(torch.rand(2)) if own else None
+
+    def forward(self, x: Tensor, more: Items | None = None) -> Tensor:
+        for counted in (COUNTED, self.counted):
+            counted["calls"] += 1
+        y = self.linear(x if more is None else x + more["shift"])
+        return y if self.scale is None else y * self.scale
+
+
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("own", [True, False])
+def test_what_is_in_a_mapping_of_the_users_class(own: bool, given: bool) -> None:
+    COUNTED["calls"] = 0
+    model = enn.convert(Counting(own=own)).per_sample()
+    for _ in range(3):
+        shift = torch.rand(D)
+        more = Items(shift=shift) if given else None
+        model(torch.rand(B, D), more).square().sum(1).mean().backward()
+        assert more is None or more["shift"] is shift
+    assert (COUNTED["calls"], model.counted["calls"]) == (3, 3)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections import OrderedDict, deque
-from collections.abc import Iterable, MutableMapping
+from collections import OrderedDict, UserDict, deque
+from collections.abc import Iterable
 from functools import cached_property, lru_cache, partial, partialmethod
 from operator import is_
 from types import CellType, FunctionType, MethodType, ModuleType
@@ -20,7 +20,7 @@ MOST = 10_000  # functions, objects, lists and dicts that are looked into; and i
 LISTS = (list, deque)
 FILLED_ANEW = (*LISTS, set)
 _CONTAINERS = OrderedDict, dict, *FILLED_ANEW
-_WHOLE = Tensor | nn.Module | MutableMapping | type  # type: ignore[type-arg]
+_WHOLE = Tensor | nn.Module | dict | UserDict | type  # type: ignore[type-arg]
 _BEHIND: dict[type, str] = {  # where others than functions have the function that they call
     staticmethod: "__func__",
     classmethod: "__func__",
@@ -128,7 +128,7 @@ class Outside:
 
 
 def is_users_object(value: Any) -> bool:
-    """Whether it is an object with attributes, of a class that is of no library."""
+    """Whether it is an object with attributes, of a class that is of no library; so a mapping with items in these."""
     has_attributes = isinstance(getattr(value, "__dict__", None), dict)
     return has_attributes and not isinstance(value, _WHOLE) and _is_class_of_users(type(value))
 

@@ -12,7 +12,7 @@ import copy
 import inspect
 import random
 import sys
-from collections import OrderedDict, deque
+from collections import OrderedDict, UserDict, deque
 from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
@@ -429,7 +429,7 @@ def _copied_argument(leaf: Any) -> Any:
         copied = leaf.detach().clone().requires_grad_(leaf.requires_grad)
         copied = copied if leaf.is_leaf else copied.clone()  # which may be changed in place, as it may
         return marked_like(leaf, copied)
-    if not hasattr(leaf, "__dict__") or isinstance(leaf, nn.Module | type | FunctionType | MutableMapping):
+    if not hasattr(leaf, "__dict__") or isinstance(leaf, nn.Module | type | FunctionType | dict | UserDict):
         return _copied(leaf)
     try:  # an object of the user's, such as a cache; its tensors may be computed, which torch does not copy
         return copy.deepcopy(leaf, {id(x): x.detach().clone() for x in contents(leaf) if isinstance(x, Tensor)})
@@ -445,7 +445,7 @@ def _copied(value: Any, kept: Collection[int] = ()) -> Any:
         return value
     if type(value) in (dict, OrderedDict) and not getattr(value, "__dict__", None):  # a module has a dozen empty ones
         return type(value)((key, _copied(item, kept)) for key, item in value.items())
-    if isinstance(value, MutableMapping):
+    if isinstance(value, MutableMapping) and not is_users_object(value):  # a copy of such a one may share its items
         mapping = copy.copy(value)
         for key, item in value.items():
             mapping[key] = _copied(item, kept)
