@@ -255,7 +255,7 @@ def in_a_list(m: Any, h: Tensor) -> None:
     m.lengths.append(len(h))
 
 
-class Counting(nn.Module):
+class CountingSamples(nn.Module):
     """Counts samples by the size of its batch."""
 
     def __init__(self, count: Callable[[Any, Tensor], None], *, checkpoints: bool = False) -> None:
@@ -280,8 +280,8 @@ class Counting(nn.Module):
 @pytest.mark.parametrize("way", ["on the whole batch", "under vmap", "in a checkpoint"])
 def test_counters_of_samples(count: Any, way: str) -> None:
     """A sample alone would count one; what a checkpoint computes again is not counted again."""
-    plain = Counting(count)
-    module = Counting(count, checkpoints=way == "in a checkpoint")
+    plain = CountingSamples(count)
+    module = CountingSamples(count, checkpoints=way == "in a checkpoint")
     module.load_state_dict(plain.state_dict())
     if way == "under vmap":
         parametrize.register_parametrization(module, "scale", nn.Softplus())
