@@ -545,6 +545,17 @@ def test_what_a_comparison_draws_is_no_chance_of_the_models() -> None:
     assert enn.check(Scale(), features(), loss=squared).notes == ()
 
 
+def test_what_rounding_is_measured_by_is_no_chance_of_the_models() -> None:
+    def slope_of_the_mean(m: nn.Module, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(m(x).mean(), x, create_graph=True)
+        return slope[:, 1].square()
+
+    report = enn.check(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)), features(), loss=slope_of_the_mean)
+    assert not any("random numbers" in note for note in report.notes)
+    assert not report.ok
+
+
 def test_dropout_is_a_note() -> None:
     for layer in (nn.Dropout(0.2), Model(lambda m, h: F.dropout(h, 0.2, m.training))):
         model = nn.Sequential(nn.Linear(4, 50), layer, nn.Linear(50, 2))

@@ -25,6 +25,7 @@ from expanded_nn.common.batch import (
 )
 from expanded_nn.common.containers import is_packed, leaves_of, rebuilt
 from expanded_nn.common.meanwhile import meanwhile
+from expanded_nn.common.modes import unseen
 from expanded_nn.recording.recorder import Settings
 
 
@@ -166,7 +167,8 @@ def nudged(tensor: Tensor, generator: torch.Generator) -> Tensor:
     """Each number a little larger, smaller or the same, as after rounding."""
     if not may_have_derivatives(tensor) or tensor.layout is not torch.strided:
         return tensor.detach()
-    signs = torch.randint(-1, 2, tensor.shape, generator=generator).to(tensor)
+    with unseen():  # the model's own numbers may be fixed in these runs
+        signs = torch.randint(-1, 2, tensor.shape, generator=generator).to(tensor)
     return tensor.detach() * (1 + 2 * torch.finfo(tensor.dtype).eps * signs)
 
 
