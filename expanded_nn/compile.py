@@ -35,6 +35,7 @@ Key = tuple[Hashable, Hashable, Hashable]  # of the arguments, of what the step 
 
 MOST_GRAPHS = 16
 MOST_FAULTS = 4
+SINGLE_SIZES = 4  # that have graphs of their own, after which a warning says why
 MOST_KINDS = 64
 NEW_KINDS = 16  # in a row, after which a warning says why nothing is compiled
 NEW_MODELS = 8  # the same
@@ -389,6 +390,9 @@ class Graphs:
                 "Write x.shape[0] in place of len(x)."
             )
         family.graphs.append(graph)
+        lines = [line for one in family.graphs if (line := one.sizes.line_of_number()) is not None]
+        if len(lines) == SINGLE_SIZES and not traced.len_lines:
+            self._warn(f"{len(lines)} sizes have taken graphs of their own, as a size is made a number in {lines[-1]}.")
         family.by_shapes[call.shapes] = graph
         return graph
 

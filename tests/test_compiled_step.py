@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, distributions, nn
+from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
@@ -228,6 +229,76 @@ def test_recurrences_of_many_sizes_are_compiled_for_any(kind: type[nn.Module], d
     of_layout = {} if is_cell else {"batch_first": True}
     # whose cache may leave a size out
     law(lambda: kind(3, 4, **of_layout).to(dtype), clipped, batches, backend="inductor")
+
+
+class Signed(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        return x.sign() * weight
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[0])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None, (grads[0] * ctx.saved_tensors[0].sign()).flatten(0, -2).sum(0)
+
+
+class OfWeight(nn.Module):
+    def __init__(self, forward: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight, self.computes = nn.Parameter(torch.rand(8)), forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.computes(x, self.weight)
+
+
+def by_rows(take: Callable[[enn.PerSampleGrads], Tensor]) -> Callable[..., Any]:
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        model(x).sin().sum().backward()
+        return take(enn.per_sample_grads(model))
+
+    return step
+
+
+def with_other_weights(model: nn.Module, x: Tensor) -> Any:
+    """A forward with weights of each sample's own, while the one before it has had no backward of its own."""
+    weights = dict(model.named_parameters())
+    torch.autograd.grad(model(x).square().mean(), list(weights.values()), create_graph=True)
+    own = {name: 2 * enn.expanded(weight) for name, weight in weights.items()}
+    functional_call(model, own, (x,)).sin().sum().backward()
+    return None
+
+
+OF_ANY_SIZE: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any]]] = {
+    "einsum of three": (lambda: OfWeight(lambda x, w: torch.einsum("btd,btd,d->bt", x, x, w)), clipped),
+    "function of the user's": (lambda: OfWeight(Signed.apply), clipped),
+    "reshaped": (lambda: OfWeight(lambda x, w: x * w.reshape(2, 4).flatten()), clipped),
+    "other weights": (lambda: nn.Linear(8, 3), with_other_weights),
+    "gram by pairs": (
+        lambda: nn.Sequential(nn.Linear(8, 300), nn.Linear(300, 300)),
+        by_rows(lambda grads: grads.gram()),
+    ),
+    "some rows": (lambda: nn.Linear(8, 3), by_rows(lambda grads: grads.rows(slice(1, 3)).norms())),
+}
+
+
+@pytest.mark.parametrize(("build", "step"), OF_ANY_SIZE.values(), ids=OF_ANY_SIZE)
+def test_one_graph_for_any_size(build: Callable[[], nn.Module], step: Callable[..., Any]) -> None:
+    batches = [(torch.randn(size, 5, 8),) for size in (20, 20, 21, 22, 23, 24)]
+    law(build, step, batches, loss_reduction="sum", most=2)
+
+
+def test_a_graph_for_each_size_is_explained() -> None:
+    def step(model: nn.Module, x: Tensor) -> None:
+        (model(x) * torch.ones([int(size) for size in x.shape[:-1]])[..., None]).sum().backward()
+
+    batches = [(torch.randn(size, 5, 8),) for size in (20, 20, 21, 22, 23, 24)]
+    with pytest.warns(enn.PerSampleWarning, match=r"4 sizes have taken graphs .*int\(size\) for size in x\.shape"):
+        law(lambda: nn.Linear(8, 3), step, batches, most=5)
 
 
 def test_attention() -> None:

@@ -16,6 +16,7 @@ from expanded_nn.common.steady import RandomStates
 from expanded_nn.compiling.kinds import Call
 from expanded_nn.compiling.memory import memory_of
 from expanded_nn.compiling.tracing import Traced
+from expanded_nn.recording.callers import text_of
 
 ArgumentDim = tuple[int, int]  # the number of a tensor among the arguments, and of one of its dimensions
 
@@ -40,6 +41,13 @@ class Sizes:
                 first = self.symbols.setdefault(size.node._expr, dim)
                 if first != dim:
                     self.alike.append((first, dim))
+
+    def line_of_number(self) -> str | None:
+        """The line that has made a number of a symbol, so that the graph is for that size alone, if one has."""
+        numbers = self.symbols.keys() & self.shape_env.replacements.keys()
+        guards = (guard for guard in self.shape_env.guards if numbers & guard.expr.free_symbols)
+        frames = (guard.sloc.framework_loc for guard in guards)
+        return next((text_of((frame.filename, frame.lineno)) for frame in frames if hasattr(frame, "lineno")), None)
 
     def fit(self, shapes: Sequence[torch.Size]) -> bool:
         """Whether the graph is right for arguments of such shapes."""

@@ -40,6 +40,7 @@ from expanded_nn.compiling.watched import (
     Generator,
     Operations,
     Readings,
+    einsum_paths,
     hooks_on,
     reading,
     reads_values,
@@ -139,6 +140,7 @@ def trace(
         # what `torch.compile` has made is traced as it is written
         import_module("torch._dynamo").config.patch(error_on_nested_fx_trace=False),
         *texts(body.readings),
+        einsum_paths(),
         sizes.mode,
         enable_python_dispatcher(),
     ]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from threading import get_ident
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -23,6 +24,7 @@ from expanded_nn.common.functions import SIZES
 from expanded_nn.common.meanwhile import meanwhile
 from expanded_nn.common.modes import FunctionMode, has_no_values, running_backward
 from expanded_nn.common.traced import OnlyEager, assume, is_traced, note_zeroed
+from expanded_nn.core import cost
 from expanded_nn.factored import FactoredTensor, is_hidden
 from expanded_nn.recording.callers import is_called_by_libraries, line_of_user, text_of
 from expanded_nn.recording.leaf import Leaf, Published
@@ -287,6 +289,20 @@ def _text(cls: type, number: Callable[[Any], Any], readings: Readings) -> Abstra
         return format(number(symbol), spec)
 
     return meanwhile(cls, __repr__=text, __format__=text)
+
+
+def einsum_paths() -> AbstractContextManager[Any]:
+    """Lets `torch.einsum` of three tensors and more choose its order by the sizes of the trace, which stay symbols."""
+    paths: Any = torch.backends.opt_einsum.get_opt_einsum()
+    if paths is None:
+        return nullcontext()
+
+    def contract_path(equation: str, *operands: Tensor, **options: Any) -> Any:
+        shapes = (tuple(map(cost.usual_size, operand.shape)) for operand in operands)
+        return paths.contract_path(equation, *shapes, shapes=True, **options)
+
+    by_hints = SimpleNamespace(contract_path=contract_path)
+    return meanwhile(torch.backends.opt_einsum, get_opt_einsum=lambda: by_hints)
 
 
 def reads_values(error: Exception) -> bool:

@@ -349,7 +349,9 @@ class Outer(Term):
             if self.positions == other.positions == 1:
                 return (g[:, 0] @ h[:, 0].t()).mul_(a[:, 0] @ c[:, 0].t()).mul_(scale)
             pairs = other.batch * self.positions * other.positions
-            at_once = len(g) if cost.is_symbol(pairs) else cost.at_once(pairs, cost.CHUNK_NUMEL)
+            if cost.is_symbol(pairs) or cost.is_symbol(g.shape[0]):
+                return _products_of_pairs(g, a, h, c).mul_(scale)
+            at_once = cost.at_once(pairs, cost.CHUNK_NUMEL)
             parts = zip(g.split(at_once), a.split(at_once), strict=True)
             return torch.cat([_products_of_pairs(own_g, own_a, h, c) for own_g, own_a in parts]).mul_(scale)
         if self._meets(other, OneHot):

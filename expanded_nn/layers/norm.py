@@ -341,7 +341,7 @@ def instance_norm(
         return F.instance_norm(x, *statistics, *parameters, use_input_stats, momentum, eps)  # raises
     if not use_input_stats:
         return batch_norm(x, *statistics, weight, bias, eps=eps)
-    if len(x) and any(running is not None for running in statistics):
+    if x.shape[0] and any(running is not None for running in statistics):
         F.instance_norm(x.detach(), *statistics, momentum=momentum)  # it alone updates them
     return group_norm(x, x.shape[1], weight, bias, eps)
 

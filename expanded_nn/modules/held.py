@@ -77,9 +77,9 @@ def _refuse_rows_of_other_models(
 ) -> None:
     """Raises where row i of some parameter may not be of the sample that row i of the others is of."""
     if len(recorders) > 1:
-        passes = [recorder.store.held for recorder in recorders]
-        backwards = {tuple((pass_.reached_by, pass_.batch) for pass_ in held) for held in passes}
-        if len(backwards - {()}) > 1:
+        passes = [recorder.store.held for recorder in recorders if recorder.store.held]
+        backwards = [[(pass_.reached_by, pass_.batch) for pass_ in held] for held in passes]
+        if any(own != backwards[0] for own in backwards):
             raise complaint(
                 who,
                 "parts of the model were switched on each by itself, and their rows are of different backwards, so "

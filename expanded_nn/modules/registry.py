@@ -44,7 +44,7 @@ def expands(torch_class: type[nn.Module] | str) -> Callable[[ExpandedClass], Exp
         ...     def expanded_forward(self, x):
         ...         def scaled(x):  # (B, *, size)
         ...             weight = self.expanded("weight")  # (B, size)
-        ...             return x * weight.view(len(weight), *[1] * (x.dim() - 2), -1)
+        ...             return x * weight.view(weight.shape[0], *[1] * (x.dim() - 2), -1)
         ...         return self.by_sample(scaled, 1, x=x)  # x has one dimension of features
         >>> model = enn.convert(torch.nn.Sequential(Scale(3))).per_sample()
         >>> model(torch.ones(4, 3)).sum(1).mean().backward()

@@ -119,13 +119,14 @@ class Passes:
         Raises:
             PerSampleError: If the last forward has chosen no pass, and had more samples.
         """
-        others = {pass_.batch for pass_ in self.alive if pass_.stage is PassStage.OPEN} | {self.without_rows}
-        sizes = sorted(size for size in others - {last.batch} if size is not None)
+        of_others = [pass_.batch for pass_ in self.alive if pass_.stage is PassStage.OPEN] + [self.without_rows]
+        sizes = [size for size in of_others if size is not None and size != last.batch]
         if not sizes or (last.batch > 1 and 1 not in sizes):
             return
+        counts = ", ".join(sorted({*map(str, sizes)}))
         error = complaint(
             "expanded(weight)",
-            f"it has {last.batch} row(s), and forwards of {', '.join(map(str, sizes))} sample(s) have had no backward: "
+            f"it has {last.batch} row(s), and forwards of {counts} sample(s) have had no backward: "
             "with what these return it would broadcast, and be wrong",
             "one number of samples",
             "Use it within one_pass(model, batch_size), together with the forward that it belongs to.",

@@ -90,6 +90,8 @@ def samples_chosen(index: Any, batch: int) -> Tensor:
     who, remedy = "PerSampleGrads.rows", "For one sample write rows([i])."
     wanted = f"a slice, numbers (n,) below {batch} or a mask ({batch},)"
     if isinstance(index, slice):  # as numbers: some of the rows, and no view that makes all of them dense
+        if index.step is None or index.step > 0:  # which a batch whose size is a symbol allows
+            return torch.arange(batch)[index]
         return torch.tensor(range(batch)[index], dtype=torch.int64)
     kinds = {*map(type, index)} if isinstance(index, list) else set()
     are_numbers = all(issubclass(kind, Integral) for kind in kinds) and (kinds <= {bool} or bool not in kinds)

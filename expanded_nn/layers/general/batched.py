@@ -338,7 +338,7 @@ def by_vmap(func: Any, args: Any, kwargs: Any) -> Any:
     def results(*values: Tensor) -> list[Tensor]:
         nonlocal of_results
         if is_apply(func):  # it may change in place what it is given, and one value may be the parameter itself
-            values = tuple(value.clone() if len(value) == 1 else value for value in values)
+            values = tuple(value.clone() if value.shape[0] == 1 else value for value in values)
         with functions_looked_at():
             found, of_results = tree_flatten(torch.vmap(of_one)(*values))
         return found
@@ -370,7 +370,7 @@ def _without_derivatives(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def source_of(value: Tensor) -> Derived | None:
-    return Derived.weight(value) if len(value) > 1 and is_shared(value) else None
+    return Derived.weight(value) if value.shape[0] > 1 and is_shared(value) else None
 
 
 def is_own(value: Any) -> bool:

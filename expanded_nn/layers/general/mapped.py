@@ -122,7 +122,7 @@ def moved(result: Tensor, first: int, dim: int) -> Tensor:
     """A result with the samples moved to another dimension, in which that of one sample has size 1."""
     if dim in (MEAN, SUM):
         total = result.sum(0)
-        return (total / len(result) if dim == MEAN else total).to(result.dtype)
+        return (total / result.shape[0] if dim == MEAN else total).to(result.dtype)
     if dim == first:
         return result
     if dim == FOLDED:

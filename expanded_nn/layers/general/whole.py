@@ -175,7 +175,7 @@ def _matrix_transposed(func: Any, args: Any, kwargs: Any) -> Batched:
 def _reshape(func: Any, args: Any, kwargs: Any) -> Batched:
     own, sizes = own_of(args[0]), _sizes(args[1:])
     refuse_unless(not kwargs)
-    return own.run.derived(func, lambda value: value.reshape(len(value), *sizes), own, begins=False)
+    return own.run.derived(func, lambda value: value.reshape(value.shape[0], *sizes), own, begins=False)
 
 
 def _sizes(values: tuple[Any, ...]) -> list[int]:
