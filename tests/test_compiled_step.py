@@ -278,10 +278,7 @@ OF_ANY_SIZE: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any]]] = {
     "function of the user's": (lambda: OfWeight(Signed.apply), clipped),
     "reshaped": (lambda: OfWeight(lambda x, w: x * w.reshape(2, 4).flatten()), clipped),
     "other weights": (lambda: nn.Linear(8, 3), with_other_weights),
-    "gram by pairs": (
-        lambda: nn.Sequential(nn.Linear(8, 300), nn.Linear(300, 300)),
-        by_rows(lambda grads: grads.gram()),
-    ),
+    "gram by pairs": (lambda: nn.Sequential(nn.Linear(8, 300), nn.Linear(300, 300)), by_rows(enn.PerSampleGrads.gram)),
     "some rows": (lambda: nn.Linear(8, 3), by_rows(lambda grads: grads.rows(slice(1, 3)).norms())),
 }
 
