@@ -277,6 +277,7 @@ OF_ANY_SIZE: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any]]] = {
     "einsum of three": (lambda: OfWeight(lambda x, w: torch.einsum("btd,btd,d->bt", x, x, w)), clipped),
     "function of the user's": (lambda: OfWeight(Signed.apply), clipped),
     "reshaped": (lambda: OfWeight(lambda x, w: x * w.reshape(2, 4).flatten()), clipped),
+    "distribution": (lambda: OfWeight(lambda x, w: distributions.Normal(w, w.exp()).log_prob(x)), clipped),
     "other weights": (lambda: nn.Linear(8, 3), with_other_weights),
     "gram by pairs": (lambda: nn.Sequential(nn.Linear(8, 300), nn.Linear(300, 300)), by_rows(enn.PerSampleGrads.gram)),
     "some rows": (lambda: nn.Linear(8, 3), by_rows(lambda grads: grads.rows(slice(1, 3)).norms())),

@@ -45,8 +45,8 @@ class Sizes:
     def line_of_number(self) -> str | None:
         """The line that has made a number of a symbol, so that the graph is for that size alone, if one has."""
         numbers = self.symbols.keys() & self.shape_env.replacements.keys()
-        guards = (guard for guard in self.shape_env.guards if numbers & guard.expr.free_symbols)
-        frames = (guard.sloc.framework_loc for guard in guards)
+        guards = [guard for guard in self.shape_env.guards if numbers & guard.expr.free_symbols]
+        frames = (guard.sloc.framework_loc for guard in guards if guard.expr.is_Equality)
         return next((text_of((frame.filename, frame.lineno)) for frame in frames if hasattr(frame, "lineno")), None)
 
     def fit(self, shapes: Sequence[torch.Size]) -> bool:

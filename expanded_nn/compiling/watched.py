@@ -22,7 +22,7 @@ from torch.utils.weak import TensorWeakRef
 from expanded_nn._errors import LIBRARIES, PerSampleError, complaint
 from expanded_nn.common.functions import SIZES
 from expanded_nn.common.meanwhile import meanwhile
-from expanded_nn.common.modes import FunctionMode, has_no_values, running_backward
+from expanded_nn.common.modes import FunctionMode, has_no_values, is_batched, of_all, running_backward
 from expanded_nn.common.traced import OnlyEager, assume, is_traced, note_zeroed
 from expanded_nn.core import cost
 from expanded_nn.factored import FactoredTensor, is_hidden
@@ -203,7 +203,10 @@ class Readings(FunctionMode):
         if func in _MAKES and args and any(map(_has_values, tree_leaves(args[0]))) and not _has_values(args[0]):
             raise OnlyEager(_number_of_tensor())
         if func is torch._is_all_true and is_traced() and _is_fake(args[0]):  # how torch.distributions look at values
-            assume(args[0].all(), "call after call a distribution is given values that it does not allow")
+            holds = args[0]
+            while is_batched(holds):
+                holds = of_all(holds)
+            assume(holds.all(), "call after call a distribution is given values that it does not allow")
             return True
         counts = func is Tensor.__len__ and args[0].dim() and isinstance(args[0].shape[0], torch.SymInt)
         if counts and not is_called_by_libraries(func):
