@@ -84,7 +84,8 @@ def clip_grad_sample_norms_(
             assume((limit > 0).all(), "call after call max_norm is not above 0")
         elif not callable(limit):
             argument = "max_norm" if name is None else f"max_norm[{name!r}]"
-            wanted = "a number above 0, or a function of the norms"
+            kinds = "a number above 0, a function of the norms"
+            wanted = f"{kinds}, or a mapping from names to these" if name is None else kinds.replace(", ", ", or ")
             is_list = isinstance(limit, Tensor) and limit.dim() > 0
             remedy = "For a bound per sample give the factors: lambda norms: bounds / norms.clamp(min=bounds)."
             refuse_no_positive_number("clip_grad_sample_norms_", argument, limit, wanted, remedy if is_list else "")
@@ -153,9 +154,9 @@ def _rows_to_clip(
         raise complaint(
             "clip_grad_sample_norms_",
             "no trainable parameter has per-sample gradients",
-            "those of a backward in per-sample mode; an empty batch has them as well, of shape (0, *shape)",
-            "Clip after backward and before zero_grad. With accumulate_grad=False clip once after each backward: "
-            "clipping drops the rows there, and they may have been clipped already.",
+            "those of a backward in per-sample mode",
+            "Clip after backward and before zero_grad, also where the batch is empty. With accumulate_grad=False clip "
+            "once after each backward: clipping drops the rows there, and they may have been clipped already.",
         )
     if not is_traced():
         known = _leaves_of(parameters, held, recorders)

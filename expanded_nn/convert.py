@@ -144,8 +144,8 @@ def _copied(model: Model) -> Model:
         ]
         reason = str(error)
         if computed:
-            reason = f"{', '.join(computed)} was computed: by hooks of torch.nn.utils.weight_norm and prune, in place "
-            reason += "of which torch.nn.utils.parametrizations can be copied; or in a forward: then set it to None"
+            reason = "hooks of torch.nn.utils (weight_norm, spectral_norm, prune) or a forward have computed "
+            reason += f"{', '.join(computed)}: parametrizations of torch.nn.utils can be copied; or set them to None"
         raise ConversionError(
             f"{type(model).__name__} cannot be copied ({reason}). Convert it in place: convert(model, inplace=True)."
         ) from error

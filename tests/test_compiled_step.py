@@ -273,11 +273,22 @@ def with_other_weights(model: nn.Module, x: Tensor) -> Any:
     return None
 
 
+def adapted(model: nn.Module, x: Tensor) -> Any:
+    """A step of MAML, which clears the rows of its inner one at the end."""
+    weights = dict(model.named_parameters())
+    torch.autograd.grad(model(x).square().mean(), list(weights.values()), create_graph=True)
+    own = {name: weight - 0.1 * weight.grad_sample for name, weight in weights.items()}
+    outer = torch.autograd.grad(functional_call(model, own, (x,)).square().mean(), list(weights.values()))
+    model.zero_grad()
+    return [grad.detach() for grad in outer]
+
+
 OF_ANY_SIZE: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any]]] = {
     "einsum of three": (lambda: OfWeight(lambda x, w: torch.einsum("btd,btd,d->bt", x, x, w)), clipped),
     "function of the user's": (lambda: OfWeight(Signed.apply), clipped),
     "reshaped": (lambda: OfWeight(lambda x, w: x * w.reshape(2, 4).flatten()), clipped),
     "distribution": (lambda: OfWeight(lambda x, w: distributions.Normal(w, w.exp()).log_prob(x)), clipped),
+    "adapted weights": (lambda: nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 1)), adapted),
     "other weights": (lambda: nn.Linear(8, 3), with_other_weights),
     "gram by pairs": (lambda: nn.Sequential(nn.Linear(8, 300), nn.Linear(300, 300)), by_rows(enn.PerSampleGrads.gram)),
     "some rows": (lambda: nn.Linear(8, 3), by_rows(lambda grads: grads.rows(slice(1, 3)).norms())),

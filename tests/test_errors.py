@@ -253,8 +253,8 @@ def a_model_with_a_scripted_function() -> None:
 
 
 @refused(
-    r"Sequential cannot be copied \(0\.weight, 2\.bias was computed: by hooks of .*weight_norm and prune, in "
-    r"place of which .*parametrizations can be copied; .*None\)\. Convert it in place: convert\(model, inplace=True\)",
+    r"Sequential cannot be copied \(hooks of .*weight_norm, spectral_norm, prune\) .* computed 0\.weight, 2\.bias: "
+    r"parametrizations .* can be copied; or set them to None\)\. Convert it in place: convert\(model, inplace=True\)",
     enn.ConversionError,
 )
 def pruned_layers_copied() -> None:
@@ -1528,7 +1528,7 @@ def a_use_outside() -> None:
 
 @refused(
     r"^0\.(weight|bias): the parameter is also used.*holds it\. If per_sample\(True\) came after the forward, call the "
-    r"model again\. If this backward needs no .* before its forward\. If the forward .* again\. If the loss has a"
+    r"model again\. If this backward needs no .* before it\. If the forward .* again\. If the loss has a"
 )
 def the_mode_after_the_forward() -> None:
     model = enn.convert(nn.Sequential(nn.Linear(4, 4)))
@@ -2535,8 +2535,8 @@ def clipping_by_too_few_names() -> None:
 
 
 @refused(
-    r"^clip_grad_sample_norms_: max_norm is a tensor of shape \(3,\); wanted a number above 0, or a function of the "
-    r"norms\. For a bound per sample give the factors: lambda norms: bounds / norms\.clamp\(min=bounds\)\.$",
+    r"^clip_grad_sample_norms_: max_norm is a tensor of shape \(3,\); wanted a number above 0, a function of the "
+    r"norms, or a mapping from names to these\. For a bound per sample give the factors: lambda norms: bounds / norms\.clamp\(min=bounds\)\.$",
     ValueError,
 )
 def clipping_by_a_bound_per_sample() -> None:
@@ -2577,7 +2577,7 @@ def clipping_to_a_maximum() -> None:
 
 @pytest.mark.parametrize("max_norm", [float("nan"), -1.0, 0, None, "1.0", True, [1.0], torch.ones(2)])
 def test_clipping_to_what_is_no_norm(max_norm: Any) -> None:
-    words = r"^clip_grad_sample_norms_: max_norm is .*; wanted a number above 0, or a function of the norms\."
+    words = r"^clip_grad_sample_norms_: max_norm is .*; wanted a number above 0, a function of the norms, or a map"
     with pytest.raises(ValueError, match=words):
         enn.clip_grad_sample_norms_(on(nn.Linear(4, 4)), max_norm)
 

@@ -33,7 +33,10 @@ _MEAN = (
     'divide by a number of the whole batch, so take reduction="none", each sample\'s own mean, and the mean of these. '
     "Leave penalties on the weights to the optimizer."
 )
-_OWN = "Compute a sample's loss from that sample alone: one that compares samples is no sample's own."
+_OWN = (
+    "Compute a sample's loss from that sample alone: one that compares samples is no sample's own. Of "
+    "torch.autograd.grad take the sum over the samples, not their mean."
+)
 _REPORT = (
     "Look for a result of expanded_nn.expanded, (B, *shape), that broadcasts with another shape: a parameter without "
     "dimensions becomes (B,), and with (B, 1) that makes (B, B), so give it shape (1,). If neither that nor a layer of "
@@ -267,7 +270,7 @@ class Check:
                 continue
             where, between = self.whole.before(index)
             if seed == 0:
-                problem = f"{between}two runs from the same random state differ"
+                problem = f"two runs from the same random state differ{f', {between}' if between else ''}"
                 remedy = "Draw from torch's generators, without generator=, and keep no state between calls."
                 self.complain("random", where, problem, "the same values", remedy)
                 return False
@@ -350,7 +353,7 @@ class Check:
         self.complain(
             "mixing",
             where,
-            f"{between}the result for a sample depends on the other samples ({evidence})",
+            f"the result for a sample depends on the other samples{f', {between}' if between else ''} ({evidence})",
             "each sample's result from that sample alone",
             self.remedy_for_mixing(where),
         )

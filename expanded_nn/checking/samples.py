@@ -169,8 +169,8 @@ class GivenLosses(Layout):
         """In words: a scalar is neither the sum nor the mean."""
         values = self._values()
         return (
-            f"the loss of the batch, {float(outputs[0].detach()):.6g}, is neither the mean nor the sum of the samples' "
-            f"losses alone, {float(values.mean()):.6g} and {float(values.sum()):.6g}"
+            f"the loss of the batch is {float(outputs[0].detach()):.6g}; of the samples' own losses the mean is "
+            f"{float(values.mean()):.6g}, and the sum {float(values.sum()):.6g}"
         )
 
 

@@ -110,7 +110,7 @@ class Trace:
         index = min(index, len(self.events) - 1)
         first, last = self.events[max(0, index - 1)], self.events[index]
         is_whole = (first.who, first.side, last.side) == (last.who, "input", "output")
-        return first.running, "" if is_whole else f"between {first} and {last} "
+        return first.running, "" if is_whole else f"between {first} and {last}"
 
 
 class ErrorCollector:

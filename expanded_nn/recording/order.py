@@ -255,7 +255,7 @@ class Order(FunctionMode):
             self.recorder.name_of(layer),
             "it is called within a transform of torch.func (vmap, grad, jacrev, ...), which has no batch of samples",
             "all samples at once",
-            "Call it on the batch, and take derivatives by torch.autograd.grad(..., create_graph=True).",
+            "Call it on the batch. Take derivatives by torch.autograd.grad(..., create_graph=True), which leaves rows.",
             refused_by=layer,
         )
 

@@ -204,6 +204,8 @@ class Store:
         if all(self.held.values()):
             return False
         self.held = {pass_: pass_rows for pass_, pass_rows in self.held.items() if pass_rows}
+        if not self.held and not any(held.values()):
+            self.suspended = None  # nothing stands alone
         return True
 
     def drop_passes_of(self, leaves: Iterable[Leaf]) -> None:

@@ -120,7 +120,7 @@ def used_in_loss(name: str, parameter: Tensor, *, has_rows: bool) -> PerSampleEr
         "penalty's gradient after the clipping, its backward() with per_sample(False).",
         f"If a sample's own loss needs the parameter, use it through {_by_expansion(parameter)}.",
         "If per_sample(True) came after the forward, call the model again.",
-        "If this backward needs no per-sample gradients, switch per_sample(False) before its forward.",
+        "If this backward needs no per-sample gradients, as the outer one of MAML, switch per_sample(False) before it.",
         "If the forward uses it in a branch that it has not taken before, run the step again.",
     ]
     remedy = " ".join(causes if has_rows else [*causes[2:], *causes[:2]])

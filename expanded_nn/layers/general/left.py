@@ -104,8 +104,9 @@ class _OfNoSample(torch.autograd.Function):
             where,
             f"a loss uses what its forward has left in {name}, of which no sample has a part of its own",
             "a loss of what each sample has by itself",
-            "Leave it out, or take its value alone, by detach(). For a parameter use expanded_nn.expanded(parameter) "
-            "in the loss, by view(-1, 1, ...) with as many dimensions as what it meets there.",
+            "Compute it for each sample, as the mean over its own positions; or leave it out, or take its value alone, "
+            "by detach(). For a parameter use expanded_nn.expanded(parameter) in the loss, by view(-1, 1, ...) with as "
+            "many dimensions as what it meets there.",
         )
 
 
