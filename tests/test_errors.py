@@ -2536,7 +2536,8 @@ def clipping_by_too_few_names() -> None:
 
 @refused(
     r"^clip_grad_sample_norms_: max_norm is a tensor of shape \(3,\); wanted a number above 0, a function of the "
-    r"norms, or a mapping from names to these\. For a bound per sample give the factors: lambda norms: bounds / norms\.clamp\(min=bounds\)\.$",
+    r"norms, or a mapping from names to these\. For a bound per sample give the factors: lambda norms: bounds / "
+    r"norms\.clamp\(min=bounds\)\.$",
     ValueError,
 )
 def clipping_by_a_bound_per_sample() -> None:
