@@ -367,3 +367,38 @@ def test_what_is_in_a_mapping_of_the_users_class(own: bool, given: bool) -> None
         model(torch.rand(B, D), more).square().sum(1).mean().backward()
         assert more is None or more["shift"] is shift
     assert (COUNTED["calls"], model.counted["calls"]) == (3, 3)
+
+
+class Tally:
+    """An object of the user's."""
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+
+
+HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], list[int]]]] = {  # what a module holds, and the list in it
+    "list": (list, lambda held: held),
+    "list in a dict": (lambda: {"calls": []}, lambda held: held["calls"]),
+    "object": (Tally, lambda held: held.calls),
+    "object in a list": (lambda: [Tally()], lambda held: held[0].calls),
+    "object in a tuple": (lambda: ({"a": Tally()}, 1), lambda held: held[0]["a"].calls),
+}
+
+
+@pytest.mark.parametrize(("make", "calls"), HELD.values(), ids=HELD)
+def test_a_forward_in_vain_leaves_nothing_in_what_a_module_holds(make: Any, calls: Any) -> None:
+    class Ways(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.held = nn.Parameter(torch.rand(D)), make()
+
+        def forward(self, x: Tensor, way: int) -> Tensor:
+            calls(self.held).append(way)
+            if way < 2:
+                return x * self.scale if way else (x * self.scale).sin()
+            return x * self.scale + torch.einsum("bi,i->bi", x, self.scale) if way == 2 else x + self.scale.cumprod(0)
+
+    model, ways = enn.convert(Ways()).per_sample(), [0, 0, 1, 0, 3, 1, 2, 0, 2, 3, 3, 1]
+    for way in ways:
+        model(torch.rand(B, D), way).square().sum(1).mean().backward()
+    assert calls(model.held) == ways

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from expanded_nn._errors import NOT_THE_USERS
+from expanded_nn.common.batch import NUMBERS
 from expanded_nn.common.bytecode import codes_in, global_names
 
 CACHED = type(lru_cache(len))
@@ -20,6 +21,7 @@ MOST = 10_000  # functions, objects, lists and dicts that are looked into; and i
 LISTS = (list, deque)
 FILLED_ANEW = (*LISTS, set)
 _CONTAINERS = OrderedDict, dict, *FILLED_ANEW
+_HOLDERS = *_CONTAINERS, tuple
 _WHOLE = Tensor | nn.Module | dict | UserDict | type  # type: ignore[type-arg]
 _BEHIND: dict[type, str] = {  # where others than functions have the function that they call
     staticmethod: "__func__",
@@ -131,6 +133,25 @@ def is_users_object(value: Any) -> bool:
     """Whether it is an object with attributes, of a class that is of no library; so a mapping with items in these."""
     has_attributes = isinstance(getattr(value, "__dict__", None), dict)
     return has_attributes and not isinstance(value, _WHOLE) and _is_class_of_users(type(value))
+
+
+def holders_in(values: Iterable[Any]) -> list[Any]:
+    """The lists, tuples, sets, dicts and objects of the user's among some values, and those within them, each once."""
+    found: dict[int, Any] = {}
+    left = deque(value for value in values if type(value) not in NUMBERS)
+    while left and len(found) < MOST:
+        value = left.popleft()
+        if isinstance(value, UserDict):
+            value = value.data
+        is_container = isinstance(value, _HOLDERS)
+        if id(value) in found or not (is_container or is_users_object(value)):
+            continue
+        found[id(value)] = value
+        items = value if is_container else vars(value)
+        if 0 < len(items) <= MOST:
+            items = items.values() if isinstance(items, dict) else items
+            left += [item for item in items if type(item) not in NUMBERS]
+    return [*found.values()]
 
 
 def is_a_users_hook(hook: Any) -> bool:

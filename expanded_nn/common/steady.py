@@ -29,7 +29,7 @@ from expanded_nn._errors import is_ours
 from expanded_nn.common.batch import contents, marked_like
 from expanded_nn.common.functions import CHANGED, SIZES, attributes, is_in_place
 from expanded_nn.common.modes import FunctionMode, has_no_values, unseen, version_of
-from expanded_nn.common.outside import NOTHING, Outside, is_users_object, put_back
+from expanded_nn.common.outside import NOTHING, Outside, holders_in, is_users_object, put_back
 from expanded_nn.common.shared import is_parameter
 from expanded_nn.common.traced import is_traced
 
@@ -284,7 +284,8 @@ class Undo:
     def __init__(self, modules: list[nn.Module]) -> None:
         self.attributes, self.random = Attributes(modules), RandomStates()
         held = [value for before in self.attributes.attributes for name, value in before.items() if name not in OURS]
-        containers = (value for value in held if isinstance(value, list | set | deque | dict))
+        holders = (value for value in holders_in(held) if not isinstance(value, tuple))
+        containers = (vars(value) if is_users_object(value) else value for value in holders)
         self.containers = [(value, dict(value) if isinstance(value, dict) else list(value)) for value in containers]
         tensors = [x for x in tree_leaves(held) if isinstance(x, Tensor) and not x.requires_grad]
         self.updates, self.versions = _Updates(tensors), [(x, version_of(x)) for x in tensors]
@@ -406,9 +407,9 @@ def _of_weights(hooks: dict[int, Any]) -> OrderedDict[int, Any]:
 
 
 def _objects_of(modules: list[nn.Module]) -> list[Any]:
-    """The objects of the user's own classes among the attributes of modules, each once."""
-    values = {id(value): value for module in modules for value in vars(module).values()}
-    return [value for value in values.values() if is_users_object(value)]
+    """The objects of the user's own classes that the attributes of modules hold, each once."""
+    held = (value for module in modules for name, value in vars(module).items() if name not in OURS)
+    return list(filter(is_users_object, holders_in(held)))
 
 
 def _hooks_of(parameter: Tensor) -> Iterator[tuple[str, int]]:
