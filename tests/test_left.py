@@ -402,3 +402,21 @@ def test_a_forward_in_vain_leaves_nothing_in_what_a_module_holds(make: Any, call
     for way in ways:
         model(torch.rand(B, D), way).square().sum(1).mean().backward()
     assert calls(model.held) == ways
+
+
+@pytest.mark.filterwarnings("ignore:.*sample by sample:expanded_nn.PerSampleWarning")
+@pytest.mark.parametrize(("make", "calls"), HELD.values(), ids=HELD)
+def test_a_forward_that_starts_over_leaves_what_one_leaves(make: Any, calls: Any) -> None:
+    class Folds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.held = nn.Linear(D, 2), make()
+
+        def forward(self, x: Tensor) -> Tensor:
+            calls(self.held).append(0)
+            return self.linear(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+
+    model = enn.convert(Folds()).per_sample()
+    for _ in range(3):
+        model(torch.rand(B, T, D)).square().sum((1, 2)).mean().backward()
+    assert len(calls(model.held)) == 3

@@ -95,7 +95,7 @@ class Outside:
                 self._look_into_function(value)
         elif isinstance(value, _CONTAINERS):
             self._seen.add(id(value))
-            self.containers.append((value, dict(value) if isinstance(value, dict) else list(value)))
+            self.containers.append(_with_copy(value))
             if len(value) <= MOST:
                 self._left += [(item, words) for item in (value.values() if isinstance(value, dict) else value)]
         elif is_users_object(value):
@@ -152,6 +152,17 @@ def holders_in(values: Iterable[Any]) -> list[Any]:
             items = items.values() if isinstance(items, dict) else items
             left += [item for item in items if type(item) not in NUMBERS]
     return [*found.values()]
+
+
+def kept_in(values: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """The lists, sets and dicts that values hold, and the dicts of the user's objects among them, each with a copy."""
+    holders = (value for value in holders_in(values) if not isinstance(value, tuple))
+    containers = (vars(value) if is_users_object(value) else value for value in holders)
+    return list(map(_with_copy, containers))
+
+
+def _with_copy(container: Any) -> tuple[Any, Any]:
+    return container, dict(container) if isinstance(container, dict) else list(container)
 
 
 def is_a_users_hook(hook: Any) -> bool:

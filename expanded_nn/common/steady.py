@@ -13,7 +13,7 @@ import inspect
 import random
 import sys
 from collections import OrderedDict, UserDict, deque
-from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
 from operator import is_
@@ -29,7 +29,7 @@ from expanded_nn._errors import is_ours
 from expanded_nn.common.batch import contents, marked_like
 from expanded_nn.common.functions import CHANGED, SIZES, attributes, is_in_place
 from expanded_nn.common.modes import FunctionMode, has_no_values, unseen, version_of
-from expanded_nn.common.outside import NOTHING, Outside, holders_in, is_users_object, put_back
+from expanded_nn.common.outside import NOTHING, Outside, holders_in, is_users_object, kept_in, put_back
 from expanded_nn.common.shared import is_parameter
 from expanded_nn.common.traced import is_traced
 
@@ -137,6 +137,8 @@ class StateBefore:
         self.seen: set[int] = set()  # the ids of all that was looked at
         for member in module.modules():
             self._keep({key: value for key, value in vars(member).items() if key not in OURS}, vars(member))
+        # within objects that these hold, no tensors, which may be a data set
+        self.containers += [pair for pair in kept_in(_held_by(module.modules())) if id(pair[0]) not in self.seen]
         self._keep(arguments, deep=True)
 
     def _keep(self, value: Any, container: Any = None, *, deep: bool = False) -> None:
@@ -283,21 +285,18 @@ class Undo:
 
     def __init__(self, modules: list[nn.Module]) -> None:
         self.attributes, self.random = Attributes(modules), RandomStates()
-        held = [value for before in self.attributes.attributes for name, value in before.items() if name not in OURS]
-        holders = (value for value in holders_in(held) if not isinstance(value, tuple))
-        containers = (vars(value) if is_users_object(value) else value for value in holders)
-        self.containers = [(value, dict(value) if isinstance(value, dict) else list(value)) for value in containers]
+        held = [*_held_by(modules)]
+        self.containers = kept_in(held)
         tensors = [x for x in tree_leaves(held) if isinstance(x, Tensor) and not x.requires_grad]
         self.updates, self.versions = _Updates(tensors), [(x, version_of(x)) for x in tensors]
 
     def has_changed(self) -> bool:
         """Whether there is anything, but for what was drawn from torch's generators."""
-        attributes = zip(self.attributes.modules, self.attributes.attributes, strict=True)
-        pairs: list[tuple[Any, Any]] = [(vars(module), before) for module, before in attributes]
-        pairs += [(now, before) if isinstance(now, dict) else (list(now), before) for now, before in self.containers]
-        if not all(map(_holds_the_same, *zip(*pairs, strict=True))) or self.random.has_drawn_elsewhere():
+        if any(changed for *_, changed in self.attributes.changed()) or self.random.has_drawn_elsewhere():
             return True
-        return any(version_of(x) != version for x, version in self.versions)
+        if any(version_of(x) != version for x, version in self.versions):
+            return True
+        return not all(_holds_the_same(now, before) for now, before in self.containers)
 
     def put_back(self, *, drawn: bool = True) -> None:
         """Takes all of it back; random states only if what was `drawn` is to be drawn again."""
@@ -309,13 +308,13 @@ class Undo:
         self.attributes.put_back()
 
 
-def _holds_the_same(now: Any, before: Any) -> bool:
-    """Whether a list or a dict has the very objects that it had."""
-    if len(now) != len(before):
+def _holds_the_same(container: Any, before: Any) -> bool:
+    """Whether a list, set or dict has the very objects that it had."""
+    if len(container) != len(before):
         return False
-    if isinstance(now, dict):
-        return all(before.get(key, NOTHING) is value for key, value in now.items() if key not in OURS)
-    return all(map(is_, now, before))
+    if isinstance(container, dict):
+        return all(before.get(key, NOTHING) is value for key, value in container.items())
+    return all(map(is_, container, before))
 
 
 class Traces(Attributes):
@@ -408,8 +407,12 @@ def _of_weights(hooks: dict[int, Any]) -> OrderedDict[int, Any]:
 
 def _objects_of(modules: list[nn.Module]) -> list[Any]:
     """The objects of the user's own classes that the attributes of modules hold, each once."""
-    held = (value for module in modules for name, value in vars(module).items() if name not in OURS)
-    return list(filter(is_users_object, holders_in(held)))
+    return list(filter(is_users_object, holders_in(_held_by(modules))))
+
+
+def _held_by(modules: Iterable[nn.Module]) -> Iterator[Any]:
+    """The values of the attributes of modules, but for ours."""
+    return (value for module in modules for name, value in vars(module).items() if name not in OURS)
 
 
 def _hooks_of(parameter: Tensor) -> Iterator[tuple[str, int]]:
