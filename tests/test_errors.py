@@ -32,6 +32,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint
 
 import expanded_nn as enn
+import expanded_nn.functional as EF
 from cases import Scale
 from expanded_nn import projection_store
 from expanded_nn.factored import rebuilt
@@ -751,7 +752,7 @@ def the_gradients_of_a_number() -> None:
     of_one_layer().rows(0)  # type: ignore[arg-type]
 
 
-@refused(r"^functional\.layer_norm: weight has shape \(3,\); wanted one for each sample, \(B, 3\)\. .* weight\.expand")
+@refused(r"^functional\.layer_norm: weight has shape \(3,\); wanted one for each sample, \(3, 3\)\. .* weight\.expand")
 def a_plain_weight_for_a_norm() -> None:  # of as many features as there are samples
     enn.functional.layer_norm(torch.randn(3, 5, 3), (3,), torch.randn(3))
 
@@ -767,9 +768,17 @@ def buckets_that_are_made_anew_between_two_backwards() -> None:
         rows_held(model)
 
 
-@refused(r"^functional\.linear: bias has shape \(2,\); wanted one for each sample, \(B, 2\)\. .* bias\.expand\(B")
+@refused(r"^functional\.linear: bias has shape \(2,\); wanted one for each sample, \(2, 2\)\. .* bias\.expand\(B")
 def a_plain_bias_for_the_weights_of_all_samples() -> None:
     enn.functional.linear(torch.randn(2, 4), torch.randn(2, 2, 4), torch.randn(2))
+
+
+@refused(
+    r"^functional\.embedding_bag: weight has shape \(4, 3\); wanted a table for each sample, \(5, entries, dim\)\. For "
+    r"one that all samples share write weight\.expand\(B, \*weight\.shape\)\.$"
+)
+def a_plain_table_for_bags() -> None:
+    enn.functional.embedding_bag(torch.randint(4, (5, 2)), torch.randn(4, 3))
 
 
 @refused(r"^clip_grad_sample_norms_: no trainable parameter has per-sample gradients")
@@ -2574,6 +2583,29 @@ def clipping_by_a_number_of_python() -> None:
 @refused(r'reduction is \'max\'; wanted "sum" or "mean"', ValueError)
 def clipping_to_a_maximum() -> None:
     enn.clip_grad_sample_norms_(on(nn.Linear(4, 4)), 1.0, reduction="max")
+
+
+OF_EACH_SAMPLE: dict[str, Callable[[Tensor], Any]] = {  # of an input (3, 4, 2), with parameters (3, 4)
+    "group_norm": lambda own: EF.group_norm(torch.randn(3, 4, 2), 2, own),
+    "instance_norm": lambda own: EF.instance_norm(torch.randn(3, 4, 2), bias=own),
+    "batch_norm": lambda own: EF.batch_norm(torch.randn(3, 4, 2), torch.zeros(4), torch.ones(4), own),
+    "prelu": lambda own: EF.prelu(torch.randn(3, 4, 2), own),
+    "conv1d": lambda own: EF.conv1d(torch.randn(3, 4, 2), torch.randn(3, 4, 4, 1), own),
+    "conv_transpose1d": lambda own: EF.conv_transpose1d(torch.randn(3, 4, 2), torch.randn(3, 4, 2, 1), own, groups=2),
+    "layer_norm": lambda own: EF.layer_norm(torch.randn(3, 2, 4), (4,), own),
+    "rms_norm": lambda own: EF.rms_norm(torch.randn(3, 2, 4), (4,), own),
+    "linear": lambda own: EF.linear(torch.randn(3, 2, 4), torch.randn(3, 4, 4), own),
+}
+
+
+@pytest.mark.parametrize("shape", [(4, 3), (12,), (4,), (2, 6), (3, 2, 2)])
+@pytest.mark.parametrize("function", OF_EACH_SAMPLE)
+def test_parameters_of_each_sample_of_other_shapes(function: str, shape: tuple[int, ...]) -> None:
+    OF_EACH_SAMPLE[function](torch.randn(3, 4))
+    with pytest.raises(
+        enn.PerSampleError, match=rf"^functional\.{function}: .* wanted one for each sample, \(3, 4\)\."
+    ):
+        OF_EACH_SAMPLE[function](torch.randn(shape))
 
 
 @pytest.mark.parametrize("max_norm", [float("nan"), -1.0, 0, None, "1.0", True, [1.0], torch.ones(2)])

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from expanded_nn.common.shared import as_no_view, laid_out_like, shared
 from expanded_nn.modules.base import Expanded
+from expanded_nn.modules.outside import refuse_other_shapes
 from expanded_nn.modules.registry import expands
 
 
@@ -26,6 +27,8 @@ def prelu(
     Returns:
         A tensor of the shape of `x`.
     """
+    if weight.dim() != 2 or weight.shape[0] != x.shape[0]:
+        refuse_other_shapes("prelu", x, x.shape[1:2] if weight.shape[-1:] != (1,) else (1,), weight=weight)
     slopes = weight.shape[1]
     if slopes > 1 and x.shape[1:2] != (slopes,):
         return F.prelu(x, shared(weight))  # raises

@@ -17,6 +17,7 @@ from expanded_nn.core.geometry import Geometry, cropped, rows_at_once
 from expanded_nn.core.patches import Patches
 from expanded_nn.factored import from_factors
 from expanded_nn.modules.base import Expanded
+from expanded_nn.modules.outside import refuse_other_shapes
 from expanded_nn.modules.registry import expands
 from expanded_nn.recording.expand import saved_tensors
 
@@ -139,6 +140,9 @@ def apply(
     if is_shared(weight, bias):
         return _Convolution.apply(x, weight, bias, geometry, output_padding)  # type: ignore[no-untyped-call,no-any-return]
     batch = x.shape[0]
+    is_transposed = output_padding is not None
+    channels = weight.shape[2] * geometry.groups if is_transposed else weight.shape[1]
+    refuse_other_shapes(f"conv{'_transpose' * is_transposed}{geometry.dims}d", x, (channels,), bias=bias)
     y = torch_convolution(
         x.flatten(0, 1)[None].contiguous(),  # of other strides torch's gradient of grouped weights is wrong
         weight.flatten(0, 1),

@@ -108,6 +108,13 @@ def _dropped(index: Tensor, valid: Tensor | None, padding_idx: int | None) -> Te
 
 
 def _refuse_other_rows(op: str, rows: int, weight: Tensor) -> None:
+    if weight.dim() != 3:
+        raise complaint(
+            f"functional.{op}",
+            f"weight has shape {tuple(weight.shape)}",
+            f"a table for each sample, ({rows}, entries, dim)",
+            "For one that all samples share write weight.expand(B, *weight.shape).",
+        )
     if rows != weight.shape[0]:
         raise complaint(
             op, f"the input has {rows} samples", f"{weight.shape[0]}, as the weight", "Give both the same samples."

@@ -112,10 +112,10 @@ def linear(
         return F.linear(x, shared(weight), shared_or_none(bias))
     if is_shared(weight, bias) and not is_batched(x):  # in a Function a vmapped backward would have no graph
         return _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call,no-any-return]
+    refuse_other_shapes("linear", x, (weight.shape[1], x.shape[-1]), weight=weight)
+    refuse_other_shapes("linear", x, weight.shape[1:2], bias=bias)
     y = torch.bmm(positions(x), weight.transpose(1, 2))
-    if bias is not None:
-        refuse_other_shapes("linear", weight.shape[1:2], bias=bias)
-        y = y + bias[:, None, :]
+    y = y if bias is None else y + bias[:, None, :]
     return y.reshape(*x.shape[:-1], weight.shape[1])
 
 

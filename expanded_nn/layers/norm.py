@@ -166,7 +166,7 @@ def layer_norm(
         return F.layer_norm(x, list(normalized_shape), shared_or_none(weight), shared_or_none(bias), eps)
     if weight is not None and is_shared(weight, bias):
         return _OfPositions.apply(x, weight, bias, normalized_shape, eps, True)  # type: ignore[no-untyped-call,no-any-return]
-    refuse_other_shapes("layer_norm", normalized_shape, weight=weight, bias=bias)
+    refuse_other_shapes("layer_norm", x, normalized_shape, weight=weight, bias=bias)
     y = F.layer_norm(x, list(normalized_shape), eps=eps)
     y = y if weight is None else y * _over_positions(weight, x.dim())
     return y if bias is None else y + _over_positions(bias, x.dim())
@@ -193,7 +193,7 @@ def rms_norm(
         return F.rms_norm(x, list(normalized_shape), shared_or_none(weight), eps)
     if is_shared(weight):
         return _OfPositions.apply(x, weight, None, normalized_shape, eps, False)  # type: ignore[no-untyped-call,no-any-return]
-    refuse_other_shapes("rms_norm", normalized_shape, weight=weight)
+    refuse_other_shapes("rms_norm", x, normalized_shape, weight=weight)
     return F.rms_norm(x, list(normalized_shape), eps=eps) * _over_positions(weight, x.dim())
 
 
@@ -246,6 +246,13 @@ def _beside_positions(
     return parameter.reshape(*parameter.shape, *(1,) * (x.dim() - 2))
 
 
+def _refuse_other_channels(norm: str, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+    """Raises for a weight or a bias that is not `(B, C)`; of one that all samples share torch says what is wrong."""
+    for name, own in (("weight", weight), ("bias", bias)):
+        if own is not None and not (own.dim() == 2 and own.shape[0] == x.shape[0] and is_shared(own)):
+            refuse_other_shapes(norm, x, x.shape[1:2], **{name: own})
+
+
 def _channels_fit(x: Tensor, *by_channel: Tensor | None) -> bool:
     """Whether all have as many channels as `x`, `(B, C, *)`, has."""
     return x.dim() > 1 and all(numbers is None or numbers.shape[-1] == x.shape[1] for numbers in by_channel)
@@ -295,6 +302,7 @@ def group_norm(
     Returns:
         `(B, C, *)`.
     """
+    _refuse_other_channels("group_norm", x, weight, bias)
     if not _channels_fit(x, weight, bias) or x.shape[1] % num_groups:
         return F.group_norm(x, num_groups, shared_or_none(weight), shared_or_none(bias), eps)  # raises
 
@@ -334,6 +342,7 @@ def instance_norm(
     Returns:
         `(B, C, *)`.
     """
+    _refuse_other_channels("instance_norm", x, weight, bias)
     statistics = (running_mean, running_var)
     cannot_be = prod(x.shape[2:]) == 1 if use_input_stats else any(running is None for running in statistics)
     if cannot_be or not _channels_fit(x, weight, bias, *statistics):
@@ -386,6 +395,7 @@ def batch_norm(
     """
     if training:
         raise _mixing("batch_norm")
+    _refuse_other_channels("batch_norm", x, weight, bias)
     if running_mean is None or running_var is None or not _channels_fit(x, running_mean, running_var, weight, bias):
         parameters = shared_or_none(weight), shared_or_none(bias)
         return F.batch_norm(x, running_mean, running_var, *parameters, False, momentum, eps)  # raises

@@ -129,13 +129,14 @@ def with_plain_weights(operation: Operation, plain: Callable[..., Tensor], rank:
     return cast(Operation, call)
 
 
-def refuse_other_shapes(function: str, shape: Sequence[int], **parameters: Tensor | None) -> None:
-    """Raises if a parameter is not one of this shape for each sample."""
+def refuse_other_shapes(function: str, x: Tensor, shape: Sequence[int], **parameters: Tensor | None) -> None:
+    """Raises if a parameter is not one of this shape for each sample of the input `x`."""
+    wanted = (*x.shape[:1], *shape)
     for name, parameter in parameters.items():
-        if parameter is not None and parameter.shape[1:] != tuple(shape):
+        if parameter is not None and parameter.shape != wanted:
             raise complaint(
                 f"functional.{function}",
                 f"{name} has shape {tuple(parameter.shape)}",
-                f"one for each sample, (B, {', '.join(map(str, shape))})",
+                f"one for each sample, {wanted}",
                 f"For one that all samples share write {name}.expand(B, *{name}.shape).",
             )
