@@ -1171,6 +1171,12 @@ def a_returned_parameter_that_broadcasts() -> None:
     own(lambda self, x: (x * self.scale, self.scale.sum().view(1)))
 
 
+@refused(r"^Own: .*vmap cannot follow .*gru.* has batch_first=False\. .*say per_sample\(batch_first=False\); if")
+def a_time_first_layer_beside_a_parameter() -> None:
+    model = enn.convert(Own(lambda self, x: self.inner(x * self.scale)[0], inner=nn.GRU(4, 3)))
+    model.per_sample(escalate=False)(torch.randn(SAMPLES, 5, 4))
+
+
 @refused(r"0\.layer \(Own\): its forward does what vmap cannot follow .*@expands")
 def a_branch_on_a_value() -> None:
     own(lambda self, x: x * self.scale if x.sum() > 0 else x)

@@ -290,6 +290,11 @@ class Mapper:
             remedy = "Let all samples give results of one size: pad_packed_sequence(..., total_length=x.shape[1])."
         elif "`.data`" in str(error):
             remedy = OF_FIRST_FORWARDS
+        elif re.search("aten::(gru|lstm|rnn)", str(error)):  # torch's own layer, as another dimension has the samples
+            remedy = (
+                "A recurrent layer in it has batch_first=False. If the samples stand in dimension 1, say "
+                "per_sample(batch_first=False); if they stand in dimension 0, give the layer batch_first=True."
+            )
         elif re.search("setup_context|generate_vmap_rule", str(error)):
             remedy = (
                 "Give a checkpoint use_reentrant=False, and an autograd Function of your own a setup_context and "
