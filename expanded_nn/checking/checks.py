@@ -203,7 +203,9 @@ class Check:
         for path, module in self.expanded.module.named_modules():
             learned = getattr(module, "_learned", None)
             if learned is not None:
-                self.findings.notes.append(f"{named(path, module)} runs sample by sample, as {learned.why}")
+                name = named(path, module)
+                why = learned.why.removeprefix(f"{name}: ")
+                self.findings.notes.append(f"{name} runs sample by sample, as {why}")
         return outputs
 
     def complain_of(self, where: str, error: Exception) -> None:
