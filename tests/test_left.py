@@ -1,9 +1,11 @@
 """What a forward of the general rule leaves in attributes of its modules: what the plain one leaves."""
 
 import copy
+from array import array
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -258,11 +260,14 @@ def in_a_list(m: Any, h: Tensor) -> None:
 class CountingSamples(nn.Module):
     """Counts samples by the size of its batch."""
 
-    def __init__(self, count: Callable[[Any, Tensor], None], *, checkpoints: bool = False) -> None:
+    def __init__(self, count: Callable[[Any, Tensor], None], way: str = "") -> None:
         super().__init__()
         self.linear, self.scale, self.count = nn.Linear(D, D), nn.Parameter(torch.rand(D)), count
         self.register_buffer("state", torch.zeros(()))
-        self.number, self.lengths, self.checkpoints = 0, [], checkpoints
+        if way == "by its layers":
+            self.scale.requires_grad_(False)
+        self.number, self.lengths, self.way = 0, [], way
+        self.array, self.counter = np.zeros(()), array("i", [0])
 
     def part(self, h: Tensor) -> Tensor:
         self.count(self, h)
@@ -270,19 +275,38 @@ class CountingSamples(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.linear(x)
-        return checkpoint(self.part, h, use_reentrant=False) if self.checkpoints else self.part(h)
+        if self.way == "in a loop" and float(h.detach().max()) < -100:
+            return x
+        return checkpoint(self.part, h, use_reentrant=False) if self.way == "in a checkpoint" else self.part(h)
 
     def counted(self) -> float:
-        return float(self.state) + self.number + sum(self.lengths)
+        return float(self.state) + self.number + sum(self.lengths) + float(self.array) + self.counter[0]
 
 
-@pytest.mark.parametrize("count", [in_place, without_grad, anew, as_a_number, in_a_list], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("way", ["on the whole batch", "under vmap", "in a checkpoint"])
+def in_an_array(m: Any, h: Tensor) -> None:
+    m.array += len(h)
+
+
+def in_an_array_of_python(m: Any, h: Tensor) -> None:
+    m.counter[0] += len(h)
+
+
+COUNTS = [in_place, without_grad, anew, as_a_number, in_a_list, in_an_array, in_an_array_of_python]
+
+
+@pytest.mark.parametrize("count", COUNTS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("way", ["on the whole batch", "under vmap", "in a loop", "in a checkpoint", "by its layers"])
+@pytest.mark.filterwarnings("ignore:.*sample by sample:expanded_nn.PerSampleWarning")
 def test_counters_of_samples(count: Any, way: str) -> None:
     """A sample alone would count one; what a checkpoint computes again is not counted again."""
     plain = CountingSamples(count)
-    module = CountingSamples(count, checkpoints=way == "in a checkpoint")
+    module = CountingSamples(count, way)
     module.load_state_dict(plain.state_dict())
+    plain.scale.requires_grad_(module.scale.requires_grad)
+    if way == "in a loop" and count is in_a_list:
+        with pytest.raises(enn.PerSampleError, match="its forward keeps tensors in an attribute, a buffer"):
+            enn.convert(module).per_sample()(*calls()[0].args)
+        return
     if way == "under vmap":
         parametrize.register_parametrization(module, "scale", nn.Softplus())
         parametrize.register_parametrization(plain, "scale", nn.Softplus())

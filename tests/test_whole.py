@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import expanded_nn as enn
-from expanded_nn.common.steady import WithoutChance
+from expanded_nn.common.chance import WithoutChance
 from expanded_nn.core import cost
 from expanded_nn.factored import FactoredTensor
 from expanded_nn.layers.general import gradients, whole

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict, UserDict, deque
 from collections.abc import Iterable
+from copy import copy
 from functools import cached_property, lru_cache, partial, partialmethod
 from operator import is_
 from types import CellType, FunctionType, MethodType, ModuleType
@@ -13,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from expanded_nn._errors import NOT_THE_USERS
+from expanded_nn.common.arrays import bytes_of, has_numbers, is_counter, put_numbers
 from expanded_nn.common.batch import NUMBERS
 from expanded_nn.common.bytecode import codes_in, global_names
 
@@ -98,6 +100,9 @@ class Outside:
             self.containers.append(_with_copy(value))
             if len(value) <= MOST:
                 self._left += [(item, words) for item in (value.values() if isinstance(value, dict) else value)]
+        elif is_counter(value):
+            self._seen.add(id(value))
+            self.containers.append(_with_copy(value))
         elif is_users_object(value):
             self._seen.add(id(value))
             self._left.append((vars(value), words))
@@ -136,7 +141,7 @@ def is_users_object(value: Any) -> bool:
 
 
 def holders_in(values: Iterable[Any]) -> list[Any]:
-    """The lists, tuples, sets, dicts and objects of the user's among some values, and those within them, each once."""
+    """The lists, tuples, sets, dicts, arrays and objects of the user's in some values, and within these, each once."""
     found: dict[int, Any] = {}
     left = deque(value for value in values if type(value) not in NUMBERS)
     while left and len(found) < MOST:
@@ -144,6 +149,8 @@ def holders_in(values: Iterable[Any]) -> list[Any]:
         if isinstance(value, UserDict):
             value = value.data
         is_container = isinstance(value, _HOLDERS)
+        if id(value) not in found and is_counter(value):
+            found[id(value)] = value
         if id(value) in found or not (is_container or is_users_object(value)):
             continue
         found[id(value)] = value
@@ -155,13 +162,15 @@ def holders_in(values: Iterable[Any]) -> list[Any]:
 
 
 def kept_in(values: Iterable[Any]) -> list[tuple[Any, Any]]:
-    """The lists, sets and dicts that values hold, and the dicts of the user's objects among them, each with a copy."""
+    """The lists, sets, dicts and arrays that values hold, and the dicts of the user's objects, each with a copy."""
     holders = (value for value in holders_in(values) if not isinstance(value, tuple))
     containers = (vars(value) if is_users_object(value) else value for value in holders)
     return list(map(_with_copy, containers))
 
 
 def _with_copy(container: Any) -> tuple[Any, Any]:
+    if has_numbers(container):
+        return container, copy(container)
     return container, dict(container) if isinstance(container, dict) else list(container)
 
 
@@ -176,10 +185,14 @@ def is_a_users_hook(hook: Any) -> bool:
 
 
 def put_back(container: Any, before: Any, kept: Iterable[Any] = ()) -> None:
-    """Gives a list, set or mapping the contents that it had before, where they are others.
+    """Gives a list, set, mapping or array the contents that it had before, where they are others.
 
     A mapping keeps what it has under some keys; without such its items are in the same order again.
     """
+    if has_numbers(container):
+        if bytes_of(container) != bytes_of(before):
+            put_numbers(container, before)
+        return
     base: Any = next((base for base in _CONTAINERS if isinstance(container, base)), type(container))
     if isinstance(container, FILLED_ANEW):
         if len(container) != len(before) or not all(map(is_, container, before)):

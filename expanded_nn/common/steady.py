@@ -9,7 +9,6 @@ for a forward that seldom has to be taken back: it copies a tensor only where th
 from __future__ import annotations
 
 import copy
-import inspect
 import random
 import sys
 from collections import OrderedDict, UserDict, deque
@@ -21,11 +20,11 @@ from types import FunctionType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from expanded_nn._errors import is_ours
+from expanded_nn.common.arrays import bytes_of, has_numbers, is_counter
 from expanded_nn.common.batch import contents, marked_like
 from expanded_nn.common.functions import CHANGED, SIZES, attributes, is_in_place
 from expanded_nn.common.modes import FunctionMode, has_no_values, unseen, version_of
@@ -309,7 +308,9 @@ class Undo:
 
 
 def _holds_the_same(container: Any, before: Any) -> bool:
-    """Whether a list, set or dict has the very objects that it had."""
+    """Whether a list, set or dict has the very objects that it had, an array its numbers."""
+    if has_numbers(container):
+        return bytes_of(container) == bytes_of(before)
     if len(container) != len(before):
         return False
     if isinstance(container, dict):
@@ -334,6 +335,7 @@ class Traces(Attributes):
         self.before = self._held()
         held = tree_leaves(list(map(attributes_of, modules)))
         self.writes = _Writes([x for x in held if isinstance(x, Tensor) and not x.requires_grad])
+        self.arrays = kept_in(filter(is_counter, held))
 
     def _held(self) -> list[tuple[Any, int]]:
         held = contents([*map(attributes_of, self.modules), self.arguments])
@@ -355,6 +357,9 @@ class Traces(Attributes):
         if self.writes.changed and not self.writes.has_read:
             self.writes.take_back()
             self.taken_back = True
+        for numbers, before in self.arrays:
+            self.taken_back |= bytes_of(numbers) != bytes_of(before)
+            put_back(numbers, before)
         return True
 
 
@@ -447,6 +452,8 @@ def _copied(value: Any, kept: Collection[int] = ()) -> Any:
         return value if is_parameter(value) or value.requires_grad else value.clone()
     if id(value) in kept:
         return value
+    if is_counter(value):
+        return copy.copy(value)
     if type(value) in (dict, OrderedDict) and not getattr(value, "__dict__", None):  # a module has a dozen empty ones
         return type(value)((key, _copied(item, kept)) for key, item in value.items())
     if isinstance(value, MutableMapping) and not is_users_object(value):  # a copy of such a one may share its items
@@ -461,60 +468,4 @@ def _copied(value: Any, kept: Collection[int] = ()) -> Any:
     return value
 
 
-class WithoutDropout(FunctionMode):
-    """Turns dropout off, as its masks differ for a sample alone and in a batch."""
-
-    met = False  # whether there was any
-
-    def turn_off(self, model: nn.Module) -> None:
-        """Turns off the dropout of modules; a function mode reaches functions only."""
-        for module in model.modules():
-            name = "p" if isinstance(module, nn.modules.dropout._DropoutNd) else "dropout"
-            if isinstance(module, nn.modules.dropout._DropoutNd | nn.RNNBase | nn.MultiheadAttention):
-                self.met |= module.training and getattr(module, name) > 0
-                setattr(module, name, 0.0)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        arguments = dict(kwargs or {})
-        if func is F.scaled_dot_product_attention:
-            arguments.update(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False))
-            self.met |= bool(arguments.get("dropout_p"))
-            return func(**{**arguments, "dropout_p": 0.0})
-        if func in _DROPOUTS:
-            bound = inspect.signature(func).bind(*args, **arguments)
-            bound.apply_defaults()
-            arguments = bound.arguments
-            self.met |= bool(arguments["training"] and arguments.get("p", arguments.get("dropout_p")))
-            arguments["training"] = False
-            return func(*bound.args, **bound.kwargs)
-        return func(*args, **arguments)
-
-
-class WithoutChance(WithoutDropout):
-    """Replaces drawn numbers by a fixed one, so that a batch and its samples alone get the same."""
-
-    has_drawn = False  # whether there was anything to replace
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        drawn = super().__torch_function__(func, types, args, kwargs)
-        fixed = _FIXED.get(getattr(func, "__name__", ""))
-        if fixed is None or not isinstance(drawn, Tensor):
-            return drawn
-        self.has_drawn = True
-        return fixed(drawn, args)
-
-
-def _filled(value: float) -> Callable[[Tensor, Any], Tensor]:
-    return lambda drawn, args: drawn.fill_(value)
-
-
-_FIXED: dict[str, Callable[[Tensor, Any], Tensor]] = {
-    **dict.fromkeys(("rand", "rand_like", "uniform_", "randn", "randn_like", "normal_", "normal"), _filled(0.5)),
-    **dict.fromkeys(("exponential_", "cauchy_", "log_normal_", "geometric_", "bernoulli", "bernoulli_"), _filled(1.0)),
-    **dict.fromkeys(("multinomial", "random_", "randint_like"), _filled(0)),
-    "randint": lambda drawn, args: drawn.fill_(0 if isinstance(args[1], tuple | list) else args[0]),
-    "randperm": lambda drawn, args: drawn.copy_(torch.arange(len(drawn)).roll(1)),  # the identity would hide mixing
-}
 _READS_NO_VALUES = {*SIZES, *attributes("data", "dtype", "device", "requires_grad", "is_cuda", "layout")}
-_DROPOUTS: set[Any] = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
-_DROPOUTS.add(F.multi_head_attention_forward)

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from expanded_nn.common.arrays import bytes_of, has_numbers
 from expanded_nn.common.modes import without_autocast
 from expanded_nn.common.outside import LISTS, NOTHING
 from expanded_nn.common.steady import OWN_STATE
@@ -17,7 +18,7 @@ from expanded_nn.compiling.names import PLAIN, Referred
 from expanded_nn.compiling.outcome import Outcome, RecorderRows
 from expanded_nn.compiling.packing import containers, has_items, items_of
 from expanded_nn.compiling.replay import Graph
-from expanded_nn.compiling.state import WAITING, State, bytes_of, has_numbers, items_in, key_of
+from expanded_nn.compiling.state import WAITING, State, items_in, key_of
 from expanded_nn.core.kronecker import KroneckerFactors
 from expanded_nn.factored import FactoredTensor
 from expanded_nn.modules.held import snapshot

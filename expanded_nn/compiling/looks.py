@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from expanded_nn._errors import shown
+from expanded_nn.common.arrays import bytes_of, has_numbers
 from expanded_nn.common.outside import CACHED
 from expanded_nn.common.steady import is_generator
 from expanded_nn.common.traced import OnlyEager
@@ -37,7 +38,7 @@ from expanded_nn.compiling.names import (
     set_by_users,
 )
 from expanded_nn.compiling.seen import Seen
-from expanded_nn.compiling.state import State, bytes_of, has_numbers, is_of_trace, shows_others, slots_of
+from expanded_nn.compiling.state import State, is_of_trace, shows_others, slots_of
 from expanded_nn.factored import FactoredTensor
 from expanded_nn.recording.recorder import Recorder, modules_in, recorder_of
 

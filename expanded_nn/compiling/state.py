@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, MappingView
 from contextvars import ContextVar
@@ -17,6 +15,7 @@ from weakref import ReferenceType
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from expanded_nn.common.arrays import NUMBERS_OF_C, bytes_of, has_numbers, put_numbers
 from expanded_nn.common.batch import contents
 from expanded_nn.common.outside import CACHED, FILLED_ANEW, LISTS, NOTHING, put_back
 from expanded_nn.common.steady import OWN_STATE
@@ -27,8 +26,6 @@ from expanded_nn.factored import FactoredTensor
 
 MOST = 100_000  # lists, dicts and objects that are looked into
 _OPAQUE = str, int, float, FakeTensor, FactoredTensor
-_ARRAYS: Any = bytearray | array
-NUMBERS_OF_C: Any = ctypes.c_int.__mro__[-2]  # the class of all that is laid out as in C
 MOST_IN_LIST = 10_000  # the items of a longer list are not looked into
 _LEFT_ALONE = __name__.partition(".")[0], "threading"  # ours, and the locks and events that other threads use
 _SUMS = KroneckerFactors, SecondMoment
@@ -193,22 +190,10 @@ class _Attributes:
             own_class.__setattr__(self.owner, name, value)
 
 
-def has_numbers(value: Any) -> bool:
-    """Whether it holds numbers that can be set, and no objects: an array of NumPy or Python, a number of C."""
-    cls: Any = type(value)
-    is_of_numpy = cls.__module__ == "numpy" and hasattr(value, "tobytes") and hasattr(value, "__setitem__")
-    return is_of_numpy or isinstance(value, _ARRAYS | NUMBERS_OF_C)
-
-
 def shows_others(value: Any) -> bool:
     """Whether it shows what another object holds, or holds objects that its bytes do not tell."""
     is_of_objects = has_numbers(value) and getattr(getattr(value, "dtype", None), "hasobject", False)
     return isinstance(value, MappingView | memoryview) or is_of_objects
-
-
-def bytes_of(value: Any) -> bytes:
-    """The numbers in an array of NumPy or Python, or a number of C."""
-    return value.tobytes() if hasattr(value, "tobytes") else bytes(value)
 
 
 class _Numbers:
@@ -223,10 +208,7 @@ class _Numbers:
         return [("a number of C" if is_of_c else "an array", self.numbers if numbers == self.numbers else numbers)]
 
     def put(self, new: Iterable[str], changed: dict[str, Any]) -> None:
-        if isinstance(self.owner, NUMBERS_OF_C):
-            memoryview(self.owner).cast("B")[:] = self.numbers
-        else:
-            self.owner[slice(None) if isinstance(self.owner, _ARRAYS) else ...] = self.before
+        put_numbers(self.owner, self.numbers if self.before is None else self.before)
 
 
 class _InContext:

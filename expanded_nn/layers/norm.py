@@ -23,7 +23,7 @@ from expanded_nn.common.modes import is_batched
 from expanded_nn.common.shared import as_no_view, is_constant, is_shared, shared, shared_or_none
 from expanded_nn.core import cost
 from expanded_nn.modules.base import Expanded
-from expanded_nn.modules.outside import refuse_other_shapes
+from expanded_nn.modules.outside import refuse_other_channels, refuse_other_shapes
 from expanded_nn.modules.registry import expands
 from expanded_nn.recording.expand import saved_tensors
 
@@ -246,13 +246,6 @@ def _beside_positions(
     return parameter.reshape(*parameter.shape, *(1,) * (x.dim() - 2))
 
 
-def _refuse_other_channels(norm: str, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
-    """Raises for a weight or a bias that is not `(B, C)`; of one that all samples share torch says what is wrong."""
-    for name, own in (("weight", weight), ("bias", bias)):
-        if own is not None and not (own.dim() == 2 and own.shape[0] == x.shape[0] and is_shared(own)):
-            refuse_other_shapes(norm, x, x.shape[1:2], **{name: own})
-
-
 def _channels_fit(x: Tensor, *by_channel: Tensor | None) -> bool:
     """Whether all have as many channels as `x`, `(B, C, *)`, has."""
     return x.dim() > 1 and all(numbers is None or numbers.shape[-1] == x.shape[1] for numbers in by_channel)
@@ -302,7 +295,7 @@ def group_norm(
     Returns:
         `(B, C, *)`.
     """
-    _refuse_other_channels("group_norm", x, weight, bias)
+    refuse_other_channels("group_norm", x, weight, bias)
     if not _channels_fit(x, weight, bias) or x.shape[1] % num_groups:
         return F.group_norm(x, num_groups, shared_or_none(weight), shared_or_none(bias), eps)  # raises
 
@@ -342,7 +335,7 @@ def instance_norm(
     Returns:
         `(B, C, *)`.
     """
-    _refuse_other_channels("instance_norm", x, weight, bias)
+    refuse_other_channels("instance_norm", x, weight, bias)
     statistics = (running_mean, running_var)
     cannot_be = prod(x.shape[2:]) == 1 if use_input_stats else any(running is None for running in statistics)
     if cannot_be or not _channels_fit(x, weight, bias, *statistics):
@@ -395,7 +388,7 @@ def batch_norm(
     """
     if training:
         raise _mixing("batch_norm")
-    _refuse_other_channels("batch_norm", x, weight, bias)
+    refuse_other_channels("batch_norm", x, weight, bias)
     if running_mean is None or running_var is None or not _channels_fit(x, running_mean, running_var, weight, bias):
         parameters = shared_or_none(weight), shared_or_none(bias)
         return F.batch_norm(x, running_mean, running_var, *parameters, False, momentum, eps)  # raises
@@ -463,11 +456,9 @@ class _InstanceNorm(Expanded, nn.modules.instancenorm._InstanceNorm):
         def op(x: Tensor) -> Tensor:
             if x.shape[1] != self.num_features:
                 return super(Expanded, self).forward(x)  # raises
-            weight, bias = self.expanded("weight"), self.expanded("bias")
-            use_input_stats = self.training or not self.track_running_stats
-            momentum = self.momentum if self.momentum is not None else 0.0
-            statistics = (self.running_mean, self.running_var)
-            return instance_norm(x, *statistics, weight, bias, use_input_stats, momentum, self.eps)
+            tensors = self.running_mean, self.running_var, self.expanded("weight"), self.expanded("bias")
+            options = self.training or not self.track_running_stats, self.momentum or 0.0, self.eps
+            return instance_norm(x, *tensors, *options)
 
         return self.by_sample(op, self._get_no_batch_dim(), input=input)  # type: ignore[no-untyped-call]
 
@@ -507,10 +498,8 @@ class _BatchNorm(Expanded, nn.modules.batchnorm._BatchNorm):
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
 
         def op(x: Tensor) -> Tensor:
-            weight, bias = self.expanded("weight"), self.expanded("bias")
-            return batch_norm(
-                x, self.running_mean, self.running_var, weight, bias, training=self.mixes_samples, eps=self.eps
-            )
+            tensors = self.running_mean, self.running_var, self.expanded("weight"), self.expanded("bias")
+            return batch_norm(x, *tensors, training=self.mixes_samples, eps=self.eps)
 
         return self.by_sample(op, 1, input=input)
 

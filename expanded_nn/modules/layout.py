@@ -81,6 +81,18 @@ def name_of(module: Member) -> str:
     return type(module).__name__ if module._recorder is None else module._recorder.name_of(cast(nn.Module, module))
 
 
+def hint_of_layout(module: Any) -> str:
+    """What may be wrong where a layer within a module has the samples second, and the model has them first."""
+    layers = (name for name, layer in module.named_modules() if getattr(layer, "batch_first", None) is False)
+    first = next(layers, None) if module.model_batch_first else None
+    if first is None:
+        return ""
+    return (
+        f"{first} has batch_first=False: if the samples stand in dimension 1, say per_sample(batch_first=False); if "
+        "they stand in dimension 0, give it batch_first=True. "
+    )
+
+
 def refusal(module: Member, found: str, wanted: str, remedy: str) -> PerSampleError:
     """The error about an argument whose samples a module cannot tell apart; the module around it is tried then."""
     return complaint(name_of(module), found, wanted, remedy, refused_by=module)

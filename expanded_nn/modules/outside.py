@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from expanded_nn._errors import complaint, refuse_no_count, refuse_no_model, refuse_other_kind
 from expanded_nn.common.modes import is_batched, outside_of_graph
+from expanded_nn.common.shared import is_shared
 from expanded_nn.modules.base import recorders_of
 from expanded_nn.recording.recorder import recorder_of
 
@@ -140,3 +141,10 @@ def refuse_other_shapes(function: str, x: Tensor, shape: Sequence[int], **parame
                 f"one for each sample, {wanted}",
                 f"For one that all samples share write {name}.expand(B, *{name}.shape).",
             )
+
+
+def refuse_other_channels(norm: str, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+    """Raises for a weight or a bias that is not `(B, C)`; of one that all samples share torch says what is wrong."""
+    for name, own in (("weight", weight), ("bias", bias)):
+        if own is not None and not (own.dim() == 2 and own.shape[0] == x.shape[0] and is_shared(own)):
+            refuse_other_shapes(norm, x, x.shape[1:2], **{name: own})

@@ -27,12 +27,13 @@ from expanded_nn.common.batch import (
     readings,
     unfolded,
 )
+from expanded_nn.common.chance import WithoutChance
 from expanded_nn.common.containers import is_packed, leaves_of, rebuilt
 from expanded_nn.common.meanwhile import quiet
 from expanded_nn.common.modes import uncounted, unseen, without_fused_inference
 from expanded_nn.common.outside import is_a_users_hook
 from expanded_nn.common.rounding import are_equal, are_like, are_near, has_numbers, near
-from expanded_nn.common.steady import Attributes, BeforeForward, RandomStates, WithoutChance, attributes_of
+from expanded_nn.common.steady import Attributes, BeforeForward, RandomStates, attributes_of
 from expanded_nn.common.traced import wait_for_values
 from expanded_nn.factored import FactoredTensor
 from expanded_nn.recording.graph import graph_of

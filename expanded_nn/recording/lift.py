@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode, handle_torch_function, has_torch_function
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from expanded_nn.common.chance import WithoutDropout
 from expanded_nn.common.meanwhile import quiet
 from expanded_nn.common.modes import function_modes, is_batched, transforms, unseen
 from expanded_nn.common.shared import stand_in, stood_for
-from expanded_nn.common.steady import OURS, WithoutDropout
+from expanded_nn.common.steady import OURS
 
 Slot = tuple[nn.Module, str]
 _LISTS = list, tuple, dict

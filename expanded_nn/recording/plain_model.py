@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from expanded_nn._errors import PerSampleError, complaint
+from expanded_nn.common.chance import WithoutChance
 from expanded_nn.common.modes import without_fused_inference
 from expanded_nn.common.rounding import are_like
-from expanded_nn.common.steady import WithoutChance
 from expanded_nn.recording.graph import leaves_behind
 
 TRIES = 8  # of forwards that seem to leave a parameter out

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from expanded_nn._errors import complaint
+from expanded_nn.common.arrays import bytes_of, has_numbers, is_counter
 from expanded_nn.common.batch import may_have_derivatives
 from expanded_nn.common.containers import flatten
 from expanded_nn.common.modes import has_no_values, version_of
@@ -180,6 +181,8 @@ def are_same_numbers(numbers: Numbers, others: Numbers) -> bool:
 
 
 def _same(number: Any, other: Any) -> bool:
+    if has_numbers(number):
+        return type(number) is type(other) and bytes_of(number) == bytes_of(other)
     if not (isinstance(number, Tensor) and isinstance(other, Tensor)):
         return type(number) is type(other) and bool(number == other or number != number)
     if number.shape != other.shape or number.dtype != other.dtype:
@@ -189,12 +192,18 @@ def _same(number: Any, other: Any) -> bool:
 
 def _states(numbers: list[Any]) -> list[tuple[Any, int]]:
     """What tells whether numbers are others later: tensors by what they are, and how often they were changed."""
-    return [(id(x), version_of(x)) if isinstance(x, Tensor) else (x, 0) for x in numbers]
+    return list(map(_state, numbers))
+
+
+def _state(number: Any) -> tuple[Any, int]:
+    if isinstance(number, Tensor):
+        return id(number), version_of(number)
+    return bytes_of(number) if has_numbers(number) else number, 0
 
 
 def _is_number(value: Any) -> bool:
     if not isinstance(value, Tensor):
-        return isinstance(value, bool | int | float | complex)
+        return isinstance(value, bool | int | float | complex) or is_counter(value)
     return not value.requires_grad and value.layout is torch.strided and not (value.is_nested or has_no_values(value))
 
 

@@ -40,7 +40,7 @@ from expanded_nn.layers.general.left import (
 from expanded_nn.layers.general.one_sample import OneSample, ids_of_one_sample, is_of_one_sample
 from expanded_nn.layers.general.own_functions import functions_looked_at
 from expanded_nn.modules.base import PerSampleModule
-from expanded_nn.modules.layout import refusal
+from expanded_nn.modules.layout import hint_of_layout, refusal
 from expanded_nn.recording.graph import graph_of
 from expanded_nn.recording.lift import Lent, Slot, quiet_fallbacks, swapped, with_tensors
 
@@ -290,11 +290,6 @@ class Mapper:
             remedy = "Let all samples give results of one size: pad_packed_sequence(..., total_length=x.shape[1])."
         elif "`.data`" in str(error):
             remedy = OF_FIRST_FORWARDS
-        elif re.search("aten::(gru|lstm|rnn)", str(error)):  # torch's own layer, as another dimension has the samples
-            remedy = (
-                "A recurrent layer in it has batch_first=False. If the samples stand in dimension 1, say "
-                "per_sample(batch_first=False); if they stand in dimension 0, give the layer batch_first=True."
-            )
         elif re.search("setup_context|generate_vmap_rule", str(error)):
             remedy = (
                 "Give a checkpoint use_reentrant=False, and an autograd Function of your own a setup_context and "
@@ -304,7 +299,7 @@ class Mapper:
             self._where_raised(error),
             f"its forward does what vmap cannot follow ({error})",
             "a forward that treats each sample alone and changes nothing in place that samples share",
-            remedy,
+            hint_of_layout(self.module) + remedy,
         )
         refused.by_vmap = True
         return refused

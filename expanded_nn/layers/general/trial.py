@@ -12,11 +12,12 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn.common.batch import FOLDED, unfolded
+from expanded_nn.common.chance import WithoutChance
 from expanded_nn.common.containers import flatten
 from expanded_nn.common.modes import unseen
 from expanded_nn.common.rounding import are_equal, are_near, near
 from expanded_nn.common.shared import memory_order
-from expanded_nn.common.steady import BeforeForward, WithoutChance
+from expanded_nn.common.steady import BeforeForward
 from expanded_nn.factored import as_factored
 from expanded_nn.layers.general.batched import Batched
 from expanded_nn.layers.general.called import is_cache, of_sample, once_per_sample
@@ -41,7 +42,7 @@ from expanded_nn.layers.general.mapped import (
 )
 from expanded_nn.layers.general.plain import Plain, is_float
 from expanded_nn.layers.general.told import Compared, Way
-from expanded_nn.modules.layout import refusal
+from expanded_nn.modules.layout import hint_of_layout, refusal
 from expanded_nn.recording.lift import swapped
 
 # the leaves of a result, their structure, and their derivatives by the trained parameters and the arguments
@@ -187,7 +188,7 @@ class Trial:
             self.module.qualified_name,
             what,
             "samples that do not depend on each other, and arguments whose rows are the samples",
-            "Do what mixes samples (a mean over the batch, a similarity of all pairs) outside of the module. Call the "
+            f"{hint_of_layout(self.module)}Do what mixes samples (a mean over the batch, all pairs) outside. Call the "
             "model with shared_by_all(x) for an argument that all samples share, and make a table a buffer. Draw "
             "random numbers by torch. A loss that needs several samples has no per-sample gradients.",
             refused_by=self.module,  # around it, B rows by chance may be a dimension that all share
