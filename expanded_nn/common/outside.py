@@ -155,7 +155,8 @@ def holders_in(values: Iterable[Any]) -> list[Any]:
             continue
         found[id(value)] = value
         items = value if is_container else vars(value)
-        if 0 < len(items) <= MOST:
+        base = next(base for base in _HOLDERS if isinstance(items, base))  # a class of the user's may raise
+        if 0 < base.__len__(items) <= MOST:
             items = items.values() if isinstance(items, dict) else items
             left += [item for item in items if type(item) not in NUMBERS]
     return [*found.values()]
