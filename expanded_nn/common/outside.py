@@ -155,10 +155,10 @@ def holders_in(values: Iterable[Any]) -> list[Any]:
             continue
         found[id(value)] = value
         items = value if is_container else vars(value)
-        base = next(base for base in _HOLDERS if isinstance(items, base))  # a class of the user's may raise
+        base = _base_of(items)
         if 0 < base.__len__(items) <= MOST:
-            items = items.values() if isinstance(items, dict) else items
-            left += [item for item in items if type(item) not in NUMBERS]
+            held = base.values(items) if isinstance(items, dict) else base.__iter__(items)
+            left += [item for item in held if type(item) not in NUMBERS]
     return [*found.values()]
 
 
@@ -172,7 +172,13 @@ def kept_in(values: Iterable[Any]) -> list[tuple[Any, Any]]:
 def _with_copy(container: Any) -> tuple[Any, Any]:
     if has_numbers(container):
         return container, copy(container)
-    return container, dict(container) if isinstance(container, dict) else list(container)
+    base = _base_of(container)
+    return container, dict(base.items(container)) if isinstance(container, dict) else list(base.__iter__(container))
+
+
+def _base_of(container: Any) -> Any:
+    """The class of Python's that a container is of: the methods of a class of the user's may do something else."""
+    return next(base for base in _HOLDERS if isinstance(container, base))
 
 
 def is_a_users_hook(hook: Any) -> bool:
