@@ -189,7 +189,7 @@ class Trial:
             what,
             "samples that do not depend on each other, and arguments whose rows are the samples",
             f"{hint_of_layout(self.module)}Do what mixes samples (a mean over the batch, a similarity of all pairs) "
-            "outside of the module. Call the model with shared_by_all(x) for an argument that all samples share, and make "
+            "outside of the module. Call the model with shared_by_all(x) for an argument that all samples share; make "
             "a table a buffer. Draw random numbers by torch. A loss of several samples has no per-sample gradients.",
             refused_by=self.module,  # around it, B rows by chance may be a dimension that all share
         )
