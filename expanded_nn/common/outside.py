@@ -178,7 +178,8 @@ def _with_copy(container: Any) -> tuple[Any, Any]:
 
 def _base_of(container: Any) -> Any:
     """The class of Python's that a container is of: the methods of a class of the user's may do something else."""
-    return next(base for base in _HOLDERS if isinstance(container, base))
+    cls = type(container)
+    return cls if cls in _HOLDERS else next(base for base in _HOLDERS if isinstance(container, base))
 
 
 def is_a_users_hook(hook: Any) -> bool:

@@ -13,7 +13,7 @@ import random
 import sys
 from collections import OrderedDict, UserDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
 from operator import is_
 from types import FunctionType
@@ -39,6 +39,7 @@ OWN_STATE = ("_recorder", "_settings", "_trials", "_ranks", "_learned", "_layout
 OURS = {"_parameters", "_modules", "_flat_weights", "_flat_weight_refs", *OWN_STATE}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _NO_HOOKS: dict[int, Any] = {}  # what most tables have
+MOST_COPIED = 4096  # numbers in tensors that are copied before a forward; more are looked after while it runs
 HOOK_TABLES = {name for name in vars(nn.Module()) if "_hooks" in name}
 Source = tuple[Callable[[], Any], Callable[[Any], Any]]
 
@@ -258,6 +259,26 @@ class _Updates(FunctionMode):
                     x.data = data
 
 
+class _Copies(AbstractContextManager[None]):
+    """Copies of small tensors, made at once: that takes less than a look at each operation."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        with unseen():
+            self.copies = [(x, x.data, x.detach().clone()) for x in tensors]
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def take_back(self) -> None:
+        """Gives all of them the numbers and the memory that they had."""
+        with unseen():
+            for x, data, before in self.copies:
+                if x.data_ptr() != data.data_ptr():
+                    x.data = data
+                if not torch.equal(data, before):
+                    data.copy_(before)
+
+
 class _Writes(_Updates):
     """Likewise; and whether something has read one of the tensors, other than to change it."""
 
@@ -279,6 +300,10 @@ class _Writes(_Updates):
         return any(x.untyped_storage().data_ptr() == part.untyped_storage().data_ptr() for part, _ in self.changed)
 
 
+def _is_plain(x: Tensor) -> bool:
+    return type(x) is Tensor and x.layout is torch.strided and not (x.is_inference() or x.is_nested or x.is_meta)
+
+
 class Undo:
     """What a forward leaves, to be taken back; `updates` is the context that sees what is changed in place."""
 
@@ -287,7 +312,9 @@ class Undo:
         held = [*_held_by(modules)]
         self.containers = kept_in(held)
         tensors = [x for x in tree_leaves(held) if isinstance(x, Tensor) and not x.requires_grad]
-        self.updates, self.versions = _Updates(tensors), [(x, version_of(x)) for x in tensors]
+        are_small = not is_traced() and all(map(_is_plain, tensors)) and sum(map(Tensor.numel, tensors)) <= MOST_COPIED
+        self.updates: _Updates | _Copies = _Copies(tensors) if are_small else _Updates(tensors)
+        self.versions = [(x, version_of(x)) for x in tensors]
 
     def has_changed(self) -> bool:
         """Whether there is anything, but for what was drawn from torch's generators."""
@@ -416,8 +443,9 @@ def _objects_of(modules: list[nn.Module]) -> list[Any]:
 
 
 def _held_by(modules: Iterable[nn.Module]) -> Iterator[Any]:
-    """The values of the attributes of modules, but for ours."""
-    return (value for module in modules for name, value in vars(module).items() if name not in OURS)
+    """The values of the attributes of modules, but for ours, and for tables without hooks."""
+    pairs = (pair for module in modules for pair in vars(module).items() if pair[0] not in OURS)
+    return (value for name, value in pairs if name not in HOOK_TABLES or value)
 
 
 def _hooks_of(parameter: Tensor) -> Iterator[tuple[str, int]]:
