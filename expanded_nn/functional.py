@@ -1,22 +1,29 @@
 """The operations, named as in `torch.nn.functional`, on weights with a leading batch dimension.
 
-The maps also take a weight without one, and are torch's own then: see `expanded_nn.expanded`.
+All but `embedding_bag` also take weights and biases without one, which all samples share: see `expanded_nn.expanded`.
 """
 
 import torch.nn.functional as F
 
-from expanded_nn.layers import conv as _conv, embedding as _embedding, linear as _linear
-from expanded_nn.layers.activation import prelu as prelu
-from expanded_nn.layers.embedding import embedding_bag as embedding_bag
-from expanded_nn.layers.norm import (
-    batch_norm as batch_norm,
-    group_norm as group_norm,
-    instance_norm as instance_norm,
-    layer_norm as layer_norm,
-    rms_norm as rms_norm,
+from expanded_nn.layers import (
+    activation as _activation,
+    conv as _conv,
+    embedding as _embedding,
+    linear as _linear,
+    norm as _norm,
 )
-from expanded_nn.modules.outside import with_plain_weights as _with_plain_weights
+from expanded_nn.layers.embedding import embedding_bag as embedding_bag
+from expanded_nn.modules.outside import (
+    with_plain_weights as _with_plain_weights,
+    with_shared_parameters as _with_shared_parameters,
+)
 
+batch_norm = _with_shared_parameters(_norm.batch_norm)
+group_norm = _with_shared_parameters(_norm.group_norm)
+instance_norm = _with_shared_parameters(_norm.instance_norm)
+layer_norm = _with_shared_parameters(_norm.layer_norm)
+rms_norm = _with_shared_parameters(_norm.rms_norm)
+prelu = _with_shared_parameters(_activation.prelu)
 linear = _with_plain_weights(_linear.linear, F.linear, 2)
 bilinear = _with_plain_weights(_linear.bilinear, F.bilinear, 3)
 embedding = _with_plain_weights(_embedding.embedding, F.embedding, 2)

@@ -717,6 +717,31 @@ def test_rows_from_before_a_part_is_switched_are_gone(change: Callable[[Any], An
     assert all(getattr(parameter, "grad_sample", None) is None for parameter in model.parameters())
 
 
+class UsedTwice(nn.Module):
+    """A layer whose weight and bias are used once more by the functional form."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.layer(x)).tanh()
+        h = enn.functional.linear(h, enn.expanded(self.layer.weight), enn.expanded(self.layer.bias))
+        return enn.functional.layer_norm(h, (4,), enn.expanded(self.norm.weight), enn.expanded(self.norm.bias))
+
+
+@pytest.mark.parametrize("frozen", ["none", "layer.weight", "layer.bias", "norm.weight", "norm.bias"])
+@pytest.mark.parametrize("positions", [3, 5])  # as many as samples, or others
+def test_a_frozen_parameter_in_a_functional_form(frozen: str, positions: int) -> None:
+    """`expanded` gives it as it is, beside the expanded other one."""
+    module, call = UsedTwice(), Call((torch.randn(3, positions, 4),))
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(name != frozen)
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    sample_losses(call.on(model)).sum().backward()
+    assert_close_rows(rows_of(model), loop(module, call, 3))
+
+
 # --- torch.func and functional calls --------------------------------------------------------------------------
 
 

@@ -697,6 +697,18 @@ def test_operation_with_expanded_weights(case: Case) -> None:
     )
 
 
+@where(lambda case: has_operation(case) and case.torch_class is not nn.EmbeddingBag)
+def test_operation_with_a_parameter_that_all_samples_share(case: Case) -> None:
+    """As a frozen one, of which `expanded` gives the parameter itself, beside one that is expanded."""
+    module, call = case.module(), case.inputs(BATCH)
+    own = differing(case)
+    for name, parameter in module.named_parameters():
+        alone = parameter.detach()
+        output = operate(enn.functional, case, own | {name: alone}, call)
+        expected = operate(enn.functional, case, own | {name: alone.expand(BATCH, *alone.shape)}, call)
+        assert_close(output, expected.detach(), tol=1e-12)
+
+
 @where(has_operation)
 def test_operation_twice_differentiated(case: Case) -> None:
     """Weights that differ: the squared norms of their gradients, differentiated by the weights and the inputs."""

@@ -71,8 +71,8 @@ def expanded(weight: Tensor) -> Tensor:
     `(B, *weight.shape)`, the same tensor that the layers see. So the gradient of this use is added to the rows. In any
     other case, with per-sample mode off, in `no_grad`, or for a frozen parameter, it is `weight` itself. A parameter
     without dimensions becomes `(B,)`, which with `(B, 1)` broadcasts to `(B, B)`, and the rows are wrong: give it shape
-    `(1,)`, or write `expanded(weight).view(-1, 1)`. The maps of `expanded_nn.functional` (`linear`, `bilinear`,
-    `embedding`, the convolutions) take both; so does code that counts dimensions from the end.
+    `(1,)`, or write `expanded(weight).view(-1, 1)`. The operations of `expanded_nn.functional` take both, but for
+    `embedding_bag`; so does code that counts dimensions from the end.
 
     Args:
         weight: A parameter of a converted model, or what was computed from parameters alone.
@@ -113,7 +113,12 @@ def with_plain_weights(operation: Operation, plain: Callable[..., Tensor], rank:
     @wraps(operation)
     def call(*args: Any, **kwargs: Any) -> Tensor:
         bound = parameters.bind(*args, **kwargs)
-        x, weight = next(iter(bound.arguments.values())), bound.arguments["weight"]
+        x, weight, bias = next(iter(bound.arguments.values())), bound.arguments["weight"], bound.arguments.get("bias")
+        if isinstance(x, Tensor) and isinstance(weight, Tensor) and isinstance(bias, Tensor):
+            if (weight.dim(), bias.dim()) == (rank, 2):  # a frozen weight beside an expanded bias
+                weight = bound.arguments["weight"] = weight.expand(*x.shape[:1], *weight.shape)
+            elif (weight.dim(), bias.dim()) == (rank + 1, 1):
+                bound.arguments["bias"] = bias.expand(*x.shape[:1], *bias.shape)
         if not isinstance(weight, Tensor) or not isinstance(x, Tensor) or weight.dim() == rank:
             return plain(*bound.args, **bound.kwargs)
         if weight.dim() != rank + 1 or x.shape[:1] != weight.shape[:1]:
@@ -125,6 +130,26 @@ def with_plain_weights(operation: Operation, plain: Callable[..., Tensor], rank:
             )
         if torch.compiler.is_compiling() and weight.requires_grad:
             return cast(Tensor, outside_of_graph(operation, *bound.args, **bound.kwargs))
+        return operation(*bound.args, **bound.kwargs)
+
+    return cast(Operation, call)
+
+
+def with_shared_parameters(operation: Operation) -> Operation:
+    """An operation on `weight` and `bias` `(B, *shape)` that also takes those that all samples share, `(*shape)`.
+
+    Their shape is one number for each channel, or `normalized_shape`.
+    """
+    parameters = signature(operation)
+
+    @wraps(operation)
+    def call(*args: Any, **kwargs: Any) -> Tensor:
+        bound = parameters.bind(*args, **kwargs)
+        x, rank = next(iter(bound.arguments.values())), len(bound.arguments.get("normalized_shape", "C"))
+        for name in ("weight", "bias"):
+            own = bound.arguments.get(name)
+            if isinstance(own, Tensor) and isinstance(x, Tensor) and own.dim() == rank:
+                bound.arguments[name] = own.expand(*x.shape[:1], *own.shape)
         return operation(*bound.args, **bound.kwargs)
 
     return cast(Operation, call)
