@@ -432,7 +432,7 @@ def judged(case: Case) -> dict[str, Any]:
         worst, where = min((worst, where), worst_of(twice))
     if not worst < TOLERANCE:
         report = str(enn.check(model, **inputs))
-        mixes = re.search(r"1\. (.*the result for a sample depends on the other samples)", report)
+        mixes = re.search(r"1\. (.*the result for a sample depends on the other samples[^(]*)", report)
         why = mixes[1] if mixes else f"{where}: {worst:.1e}"
         return {"verdict": "mixes" if mixes else "wrong", "why": why}
     return {"verdict": "right", "escalated": slow, "parameters": sum(each.numel() for each in named.values())}
