@@ -264,6 +264,7 @@ class CountingSamples(nn.Module):
         super().__init__()
         self.linear, self.scale, self.count = nn.Linear(D, D), nn.Parameter(torch.rand(D)), count
         self.register_buffer("state", torch.zeros(()))
+        self.register_buffer("steps", torch.zeros(()))
         if way == "by its layers":
             self.scale.requires_grad_(False)
         self.number, self.lengths, self.way = 0, [], way
@@ -271,7 +272,10 @@ class CountingSamples(nn.Module):
 
     def part(self, h: Tensor) -> Tensor:
         self.count(self, h)
-        return (h * self.scale).tanh()
+        if self.way == "in a loop":
+            return (h * self.scale).tanh()
+        self.steps += 1  # which the graph holds, and which is the same for a sample alone
+        return (h * self.scale).tanh() * self.steps
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.linear(x)
@@ -299,7 +303,7 @@ COUNTS = [in_place, without_grad, anew, as_a_number, in_a_list, in_an_array, in_
 @pytest.mark.filterwarnings("ignore:.*sample by sample:expanded_nn.PerSampleWarning")
 def test_counters_of_samples(count: Any, way: str) -> None:
     """A sample alone would count one; what a checkpoint computes again is not counted again."""
-    plain = CountingSamples(count)
+    plain = CountingSamples(count, "in a loop" if way == "in a loop" else "")
     module = CountingSamples(count, way)
     module.load_state_dict(plain.state_dict())
     plain.scale.requires_grad_(module.scale.requires_grad)
@@ -312,9 +316,18 @@ def test_counters_of_samples(count: Any, way: str) -> None:
         parametrize.register_parametrization(plain, "scale", nn.Softplus())
     model: Any = enn.convert(module).per_sample(loss_reduction="sum")
     for call in calls():
-        assert_rows_of_the_loop(model, copy.deepcopy(plain), call)
+        steps = float(plain.steps)
+
+        def objective(module: Any, call: Call, first: int = 0, steps: float = steps) -> Tensor:
+            module.steps.fill_(steps)
+            return sample_losses(call.on(module), first).sum()
+
+        expected = loop(copy.deepcopy(plain), call, len(call.args[0]), objective=objective)
+        model.zero_grad()
+        sample_losses(call.on(model)).sum().backward()
+        assert_close_rows(rows_of(model), expected)
         call.on(plain)
-        assert model.counted() == plain.counted()
+        assert (model.counted(), float(model.steps)) == (plain.counted(), float(plain.steps))
 
 
 class Keep:

@@ -22,7 +22,7 @@ from torch.utils._pytree import (
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn.common.batch import FOLDED, contents, may_have_derivatives, stacked
 from expanded_nn.common.containers import flatten
-from expanded_nn.common.modes import of_all, version_of
+from expanded_nn.common.modes import of_all, set_version, version_of
 from expanded_nn.common.shared import laid_out
 from expanded_nn.common.steady import Attributes, RandomStates, Traces, Undo
 from expanded_nn.common.traced import FirstEager, OnlyEager, is_traced
@@ -143,6 +143,8 @@ class Mapper:
     counts: bool = False  # whether a loss may come of what it gives, and not a comparison alone
     leaves_traces: bool = False  # whether the plain forward has to run for what it leaves in attributes
     numbers: Numbers | None = None  # those that the plain forward has left, in a comparison with it
+    # what the samples have changed in place, with the version and the numbers that it had then
+    changed: Sequence[tuple[Tensor, int, Tensor]] = ()
 
     def __call__(self, leaves: list[Any], *, thorough: bool = True) -> Mapped:
         """Sends each sample through the forward alone.
@@ -169,7 +171,7 @@ class Mapper:
             pairs = zip(outputs, possible_dims, strict=True)
             return [output if first < 0 else output.squeeze(first) for output, (first, *_) in pairs]
 
-        loops, self.leaves_traces = self.module.goes_in_a_loop(), False
+        loops, self.leaves_traces, self.changed = self.module.goes_in_a_loop(), False, ()
         with nullcontext() if loops else self._nothing_of_one_sample(leaves, thorough=thorough):
             try:
                 results = (self._one_by_one if loops else self._by_vmap)(one_sample, leaves)
@@ -329,20 +331,27 @@ class Mapper:
         states = RandomStates([*self.module.modules(), self.call.args, self.call.kwargs])
         with torch.enable_grad(), states, self.module._unnoticed():
             self.module._plainly(self.call.args, self.call.kwargs)
+        for x, version, number in self.changed:
+            if torch.equal(x, number):  # the samples' graph may hold it
+                set_version(x, version)
 
     @contextmanager
     def _nothing_of_one_sample(self, leaves: list[Any], *, thorough: bool) -> Iterator[None]:
         """Raises where the forward has left a tensor of one sample behind, in the module or in an argument."""
         modules, told, kind = [*self.module.modules()], self.module._told, self.call.kind
         together = left_together(self.module, self.call)
-        undo = Undo(modules) if together or self.numbers is not None or kind in told.counts else None
+        undo = Undo(modules) if together or self.numbers is not None or kind in told.miscounts else None
         before = Attributes(modules) if undo is None else undo.attributes
         with nullcontext() if undo is None else undo.updates:
             numbers = None if self.numbers is None else Before(self.module)
             yield
         if numbers is not None and not self._are_of_all(numbers.numbers()):
-            told.counts.add(kind)
-        self.leaves_traces |= kind in told.counts
+            told.miscounts.add(kind)
+        miscounts = leaves is self.call.leaves and kind in told.miscounts
+        self.leaves_traces |= miscounts
+        if undo is not None and self.leaves_traces and not is_traced():
+            changed = (x for x, version in undo.versions if version_of(x) != version)
+            self.changed = [(x, version_of(x), x.detach().clone()) for x in changed]
         if undo is not None and together and self.leaves_traces:
             undo.put_back(drawn=False)
         looked_into = object if thorough else (Tensor, dict, list, tuple)
@@ -362,7 +371,7 @@ class Mapper:
                     raise error
         if any(map(is_of_one_sample, contents([leaf for leaf in leaves if not isinstance(leaf, Tensor)]))):
             raise keeping(self.module, "an argument")
-        if undo is not None and kind in told.counts:
+        if undo is not None and miscounts:
             undo.put_back(drawn=False)
 
     def _are_of_all(self, numbers: Numbers) -> bool:

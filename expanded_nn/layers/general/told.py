@@ -78,7 +78,7 @@ class Told:
     with_derivatives: set[Any] = field(default_factory=set)  # the kinds of which derivatives were compared as well
     left: dict[Any, Sequence[Place]] = field(default_factory=dict)  # the attributes in which it leaves results
     together: dict[Any, Sequence[Place]] = field(default_factory=dict)  # others, of which no sample has a part
-    counts: set[Any] = field(default_factory=set)  # the kinds of which it leaves numbers that one sample's tell not
+    miscounts: set[Any] = field(default_factory=set)  # the kinds of which a sample alone leaves other numbers
     ways: dict[Any, Ways] = field(default_factory=dict)  # how its forward may run on the whole batch
     needs_hooks: bool = False  # whether its forward needs what hooks of modules within it collect
     memo: Memo = field(default_factory=Memo)  # whose folded rows are
