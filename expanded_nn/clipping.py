@@ -84,8 +84,9 @@ def clip_grad_sample_norms_(
             assume((limit > 0).all(), "call after call max_norm is not above 0")
         elif not callable(limit):
             argument = "max_norm" if name is None else f"max_norm[{name!r}]"
-            kinds = "a number above 0, a function of the norms"
-            wanted = f"{kinds}, or a mapping from names to these" if name is None else kinds.replace(", ", ", or ")
+            wanted = "a number above 0, or a function of the norms"
+            if name is None:
+                wanted = "a number above 0, a function of the norms, or a mapping from names to these"
             is_list = isinstance(limit, Tensor) and limit.dim() > 0
             remedy = "For a bound per sample give the factors: lambda norms: bounds / norms.clamp(min=bounds)."
             refuse_no_positive_number("clip_grad_sample_norms_", argument, limit, wanted, remedy if is_list else "")

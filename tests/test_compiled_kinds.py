@@ -3,7 +3,7 @@
 import random
 import warnings
 from collections import UserDict
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import expanded_nn as enn
 from test_compiled_state import compared, trained
+from test_left import Items
 
 
 def mask(*values: float) -> Tensor:
@@ -362,28 +363,8 @@ class NamedByUser(UserDict[str, Tensor]):
     scale: Any
 
 
-class Own(MutableMapping[str, Tensor]):
-    """A copy of it shares the items."""
-
+class Own(Items):
     scale: Any
-
-    def __init__(self, **items: Tensor) -> None:
-        self.items_of_its_own = items
-
-    def __getitem__(self, key: str) -> Tensor:
-        return self.items_of_its_own[key]
-
-    def __setitem__(self, key: str, value: Tensor) -> None:
-        self.items_of_its_own[key] = value
-
-    def __delitem__(self, key: str) -> None:
-        del self.items_of_its_own[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.items_of_its_own)
-
-    def __len__(self) -> int:
-        return len(self.items_of_its_own)
 
 
 @pytest.mark.parametrize(

@@ -179,7 +179,7 @@ def _with_copy(container: Any) -> tuple[Any, Any]:
 def _base_of(container: Any) -> Any:
     """The class of Python's that a container is of: the methods of a class of the user's may do something else."""
     cls = type(container)
-    return cls if cls in _HOLDERS else next(base for base in _HOLDERS if isinstance(container, base))
+    return cls if cls in _HOLDERS else next((base for base in _HOLDERS if isinstance(container, base)), cls)
 
 
 def is_a_users_hook(hook: Any) -> bool:
@@ -201,7 +201,7 @@ def put_back(container: Any, before: Any, kept: Iterable[Any] = ()) -> None:
         if bytes_of(container) != bytes_of(before):
             put_numbers(container, before)
         return
-    base: Any = next((base for base in _CONTAINERS if isinstance(container, base)), type(container))
+    base = _base_of(container)
     if isinstance(container, FILLED_ANEW):
         if len(container) != len(before) or not all(map(is_, container, before)):
             base.clear(container)  # a class of the user's may have another

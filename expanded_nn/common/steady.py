@@ -3,7 +3,7 @@
 What a forward changes is taken back in four ways, as each does what the others cannot. `StateBefore` puts the user's
 own values back in place, those in arguments too. `BeforeForward` lets the forward work on copies: graphs that are
 alive need the originals untouched. `Traces` puts attributes back, and says whether anything else has changed. `Undo` is
-for a forward that seldom has to be taken back: it copies a tensor only where that is changed.
+for a forward that seldom has to be taken back: it copies a tensor only where that is changed, or where all are small.
 """
 
 from __future__ import annotations
