@@ -25,6 +25,8 @@ unseen = torch._C.DisableTorchFunction  # hides operations from modes, and from 
 _NOTHING = nullcontext()
 pad_sequence = torch._C._nn.pad_sequence  # what a mode is told of where torch.nn.utils.rnn.pad_sequence is called
 set_grad_enabled = torch._C._set_grad_enabled  # torch.no_grad() takes eight times as long
+dict_version = torch._C._dynamo.guards.dict_version  # a number that is new after each change of a dict
+TensorGuards = torch._C._dynamo.guards.TensorGuards  # whether tensors are of the same shape, dtype and so on as before
 
 
 def running_backward() -> int:

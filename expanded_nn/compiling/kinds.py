@@ -209,13 +209,12 @@ def of_models(
         seen.note_attributes(module)
         for members in map(attributes.__getitem__, _DICTS):
             if isinstance(members, dict):
-                seen.note_items(dict.values(members))
+                seen.note_dict(members)
             else:  # of a class of the user's
                 seen.note_fact(object)
         add((type(module), attributes["training"]))
         for members in map(attributes.__getitem__, _MEMBERS):
             if isinstance(members, dict):
-                seen.note_items(members)  # the names: where one is another, the values may be the same
                 add(tuple(members))
         recorder_of_rows = attributes.get("_recorder")
         add(numbers.get(recorder_of_rows, id(recorder_of_rows)))

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from expanded_nn.common.modes import TensorGuards, dict_version
+
 _FACTS = attrgetter("layout", "requires_grad", "shape", "dtype", "device")
 Get = Callable[[Any], Iterable[Any]]
 
@@ -18,10 +20,12 @@ class Seen:
     """Places that are noted while a key is made, each with what is there.
 
     `holds` is stricter than a comparison of keys: objects have to be the same ones, not equal ones. Nothing is
-    compared by a method of the user's, nor by the numbers in a tensor. It runs at each step, so most loops are in C.
+    compared by a method of the user's, nor by the numbers in a tensor. It runs at each step, so most loops are in C;
+    dicts are compared by the version that Python gives them at each change, and item by item only after one.
 
     Attributes:
         holders: Objects whose classes and dicts of attributes count, which may be set anew.
+        dicts: Dicts whose keys and values count, in this order.
         sized: Lists, dicts and the like whose lengths count.
         named: The dicts of classes, whose names count.
         listed: Lists, sets, and views of dicts, whose items count.
@@ -34,6 +38,7 @@ class Seen:
 
     def __init__(self) -> None:
         self.holders: list[Any] = []
+        self.dicts: list[dict[Any, Any]] = []
         self.sized: list[Collection[Any]] = []
         self.named: list[Collection[str]] = []
         self.listed: list[Collection[Any]] = []
@@ -44,7 +49,16 @@ class Seen:
     def note_attributes(self, owner: Any) -> None:
         """Notes the class of an object, its dict of attributes, and what is in that."""
         self.holders.append(owner)
-        self.note_items(vars(owner).values())
+        self.note_dict(vars(owner))
+
+    def note_dict(self, items: dict[Any, Any]) -> None:
+        """Notes the keys and the values in a dict, in this order."""
+        if type(items) is dict:
+            self.sized.append(items)
+            self.dicts.append(items)
+        else:  # whose order, as that of an `OrderedDict`, may change without a new version
+            self.note_items(dict.keys(items))
+            self.note_items(dict.values(items))
 
     def note_items(self, items: Collection[Any]) -> None:
         """Notes what is in a list, a set or a view of a dict, in this order."""
@@ -77,11 +91,14 @@ class Seen:
         self.sized = [items for items in self.sized if len(items) or hasattr(items, "__bool__")]
         self._lengths = [*map(len, self.sized)]
         self.listed = [items for items in self.listed if len(items)]
+        self.dicts = [items for items in self.dicts if items]
+        self._versions, self._contents = [*map(dict_version, self.dicts)], _contents(self.dicts)
         self._found = self._find()
         self.tensors = [*{id(tensor): tensor for tensor in self.tensors}.values()]
-        self._traits = [*map(_FACTS, self.tensors)]
         self._strided = [tensor for tensor in self.tensors if tensor.layout is torch.strided]
-        self._strides = [*map(Tensor.stride, self._strided)]
+        self._guards = TensorGuards(*self._strided, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        self._others = [tensor for tensor in self.tensors if tensor.layout is not torch.strided]
+        self._traits = [*map(_FACTS, self._others)]
 
     def _find(self) -> list[Any]:
         """What counts by its identity: what is in places, items, dicts of attributes."""
@@ -95,14 +112,27 @@ class Seen:
         try:
             if any(self._empty) or [*map(len, self.sized)] != self._lengths:
                 return False
-            found = self._find()
+            versions, found = [*map(dict_version, self.dicts)], self._find()
+            if versions != self._versions:
+                if not _are_same(_contents(self.dicts), self._contents):
+                    return False
+                self._versions = versions
             return (
-                len(found) == len(self._found)
-                and all(map(is_, found, self._found))
+                _are_same(found, self._found)
+                and self._guards.check(*self._strided)
                 and [*map(list, self.named)] == self._names
-                and [*map(_FACTS, self.tensors)] == self._traits
-                and [*map(Tensor.stride, self._strided)] == self._strides
+                and [*map(_FACTS, self._others)] == self._traits
                 and [get() for get, _ in self.facts] == self._facts
             )
         except (AttributeError, KeyError, RuntimeError):  # the last one if another thread changes it meanwhile
             return False
+
+
+def _contents(dicts: Iterable[dict[Any, Any]]) -> list[Any]:
+    """The keys and values of dicts."""
+    return [*chain.from_iterable(dicts), *chain.from_iterable(map(dict.values, dicts))]
+
+
+def _are_same(found: list[Any], wanted: list[Any]) -> bool:
+    """Whether two lists have the same objects."""
+    return len(found) == len(wanted) and all(map(is_, found, wanted))
