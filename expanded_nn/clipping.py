@@ -120,8 +120,8 @@ def _clip(model: nn.Module, max_norm: MaxNorm | Mapping[str, MaxNorm], reduction
         del part, rows
         for name, total in totals.items():
             _set_grad(parameters[name], total, add=adds)
-            for recorder in recorders if adds else ():
-                recorder.drop([parameters[name]])
+        for recorder in recorders if adds else ():
+            recorder.drop([parameters[name] for name in totals])
     for recorder in recorders:
         leaves = (recorder.leaves.get(parameters[name]) for name in groups)
         recorder.note_grads([leaf for leaf in leaves if leaf is not None])

@@ -199,8 +199,8 @@ class Store:
         held, published = self.suspended if self.suspended is not None else ({}, {})
         mappings: list[dict[Leaf, Any]] = [*self.held.values(), *held.values(), published]
         for mapping in mappings:
-            for leaf in mapping.keys() & leaves:
-                del mapping[leaf]
+            for leaf in leaves:
+                mapping.pop(leaf, None)
         if all(self.held.values()):
             return False
         self.held = {pass_: pass_rows for pass_, pass_rows in self.held.items() if pass_rows}
