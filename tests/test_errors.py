@@ -288,6 +288,11 @@ def expanding_without_deriving() -> None:
     enn.expands(nn.Softplus)(Wrong)
 
 
+@refused(r"^expands: it decorates a function; wanted a class that derives from expanded_nn\.Expanded", TypeError)
+def a_function_as_a_twin() -> None:
+    enn.expands(nn.Softplus)(nn.functional.relu)
+
+
 @refused(r"^expands: it is given the class Linear; wanted a class of modules, .*Write @expands\(TheClass\)", TypeError)
 def a_decorator_without_the_class_that_it_expands() -> None:
     enn.expands(enn.Linear)
@@ -369,6 +374,14 @@ def all_samples_as_one_sequence() -> None:
 @refused(r"layer \(Embedding\): input of shape \(1, 72\) has one row, but the numbers of all 3 samples")
 def indices_of_all_samples_as_one_sequence() -> None:
     feed(nn.Embedding(9, 2), lambda layer, x: layer(x.long().abs().reshape(1, -1)))
+
+
+@refused(
+    r"layer \(GRU\): input of shape \(3, 1, 4\) has one row in dimension 1, where the layer has the samples, and 3 in "
+    r"dimension 0, where the model has them; wanted .* say per_sample\(batch_first=False\); .* batch_first=True"
+)
+def one_sample_whose_time_is_taken_for_samples() -> None:
+    feed(nn.GRU(4, 2), lambda layer, x: layer(2 * x[:, :1])[0][-1])
 
 
 @refused(r"layer \(\w+\): an argument of shape \(1, 18, 4\) has one row, but the numbers of all 3 samples")

@@ -14,6 +14,7 @@ What an input is by its size there, in a pass of B > 1 samples (`checked`):
 |---|---|
 | B | one row per sample; `(B, B)` with the samples second is refused, as they may as well be first |
 | 1 | one row that all samples share; refused if it is a slice of a batch, holds all samples, or comes from B rows |
+| 1, the samples second, and B in the first dimension, where the model has them | refused, but not a table of its own |
 | any other, or no such dimension | refused |
 
 An index may lack the dimension of the samples (`index_by_sample`):
@@ -136,6 +137,15 @@ def checked(layer: Reader, x: Tensor, feature_dims: int, dim: int, argument: str
         raise _slice_refusal(layer, x, argument)
     if holds_all_samples(layer, x):
         raise all_in_one_row(layer, x, argument)
+    if dim and _has_samples_first(layer, x):
+        raise refusal(
+            layer,
+            f"{argument} of shape {tuple(x.shape)} has one row in dimension {dim}, where the layer has the samples, "
+            f"and {batch} in dimension 0, where the model has them",
+            "the samples in the same dimension",
+            "If they stand in dimension 1, say per_sample(batch_first=False); if in dimension 0, give the layer "
+            "batch_first=True. What all samples share is expanded to one row for each.",
+        )
     if x.requires_grad and comes_from_rows(x):
         raise refusal(
             layer,
@@ -356,6 +366,19 @@ def holds_all_samples(layer: Reader, x: Tensor) -> bool:
         return True
     same_size = [whole for whole in forward.samples if has_rows(whole) and whole.dtype == x.dtype]
     return any(whole._base is base is not None or _have_same_values(whole, x) for whole in same_size)
+
+
+def _has_samples_first(layer: Reader, x: Tensor) -> bool:
+    """Whether an input of a layer that has the samples second may have them first, as the model has them.
+
+    So it is with a single sample where nobody has said that the model has time first. Buffers, parameters and what
+    comes from these is not asked about: all samples share that.
+    """
+    forward = forward_of(layer)
+    if is_traced() or forward is None or forward.order is None or not forward.recorder.settings.batch_first:
+        return False
+    is_of_model = id(x) in forward.order.constants.known or (x.requires_grad and not forward.is_argument(x))
+    return x.shape[0] == layer.pass_batch_size and not is_shared_by_all(x) and not is_of_model
 
 
 def _have_same_values(x: Tensor, other: Tensor) -> bool:

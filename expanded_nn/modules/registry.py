@@ -28,7 +28,7 @@ def expands(torch_class: type[nn.Module] | str) -> Callable[[ExpandedClass], Exp
 
     Raises:
         TypeError: If `torch_class` is no class of modules or full name of one, as where the decorator is written
-            without it; or if the decorated class does not derive from it.
+            without it; or if what is decorated does not derive from it and from `Expanded`.
 
     Example:
         >>> import torch, expanded_nn as enn
@@ -54,6 +54,10 @@ def expands(torch_class: type[nn.Module] | str) -> Callable[[ExpandedClass], Exp
     refuse_no_class("expands", torch_class, "Write @expands(TheClass) above class Mine(Expanded, TheClass).")
 
     def register(expanded_class: ExpandedClass) -> ExpandedClass:
+        if not isinstance(expanded_class, type) or not issubclass(expanded_class, nn.Module):
+            wanted = "a class that derives from expanded_nn.Expanded"
+            remedy = "Write it above class Mine(Expanded, TheClass)."
+            raise TypeError(str(complaint("expands", f"it decorates {shown(expanded_class)}", wanted, remedy)))
         if isinstance(torch_class, type) and not issubclass(expanded_class, torch_class):
             raise TypeError(
                 f"{expanded_class.__name__} expands {torch_class.__name__} but does not derive from it. "
