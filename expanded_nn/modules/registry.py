@@ -54,10 +54,11 @@ def expands(torch_class: type[nn.Module] | str) -> Callable[[ExpandedClass], Exp
     refuse_no_class("expands", torch_class, "Write @expands(TheClass) above class Mine(Expanded, TheClass).")
 
     def register(expanded_class: ExpandedClass) -> ExpandedClass:
-        if not isinstance(expanded_class, type) or not issubclass(expanded_class, nn.Module):
+        decorated: object = expanded_class
+        if not isinstance(decorated, type) or not issubclass(decorated, nn.Module):
             wanted = "a class that derives from expanded_nn.Expanded"
             remedy = "Write it above class Mine(Expanded, TheClass)."
-            raise TypeError(str(complaint("expands", f"it decorates {shown(expanded_class)}", wanted, remedy)))
+            raise TypeError(str(complaint("expands", f"it decorates {shown(decorated)}", wanted, remedy)))
         if isinstance(torch_class, type) and not issubclass(expanded_class, torch_class):
             raise TypeError(
                 f"{expanded_class.__name__} expands {torch_class.__name__} but does not derive from it. "
