@@ -3,7 +3,7 @@
 import operator
 import random
 import warnings
-from collections import UserDict
+from collections import OrderedDict, UserDict
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
@@ -317,6 +317,41 @@ NOTED: dict[str, tuple[Callable[[Seen, Any], None], Callable[[], Any], Callable[
         lambda: {"a": 1},
         lambda owner: operator.setitem(owner, "a", 2),
     ),
+    "attribute": (
+        lambda seen, model: seen.note_attributes(model),
+        nn.Flatten,
+        lambda model: setattr(model, "start_dim", 2),
+    ),
+    "value in a dict": (
+        lambda seen, owner: seen.note_dict(owner),
+        lambda: {"a": 1},
+        lambda owner: owner.update(a=2),
+    ),
+    "dict that was empty": (
+        lambda seen, owner: seen.note_dict(owner),
+        dict,
+        lambda owner: owner.update(a=2),
+    ),
+    "order of a dict": (
+        lambda seen, owner: seen.note_dict(owner),
+        lambda: {"a": 1, "b": 2},
+        lambda owner: operator.setitem(owner, "a", owner.pop("a")),
+    ),
+    "order of an OrderedDict": (
+        lambda seen, owner: seen.note_dict(owner),
+        lambda: OrderedDict(a=1, b=2),
+        lambda owner: owner.move_to_end("a"),
+    ),
+    "requires_grad": (
+        lambda seen, tensor: seen.tensors.append(tensor),
+        lambda: torch.ones(2),
+        lambda tensor: tensor.requires_grad_(),
+    ),
+    "sparse tensor": (
+        lambda seen, tensor: seen.tensors.append(tensor),
+        lambda: torch.ones(2).to_sparse(),
+        lambda tensor: tensor.requires_grad_(),
+    ),
     "dtype": (
         lambda seen, tensor: seen.tensors.append(tensor),
         lambda: torch.ones(2),
@@ -345,6 +380,17 @@ def test_what_is_noted_is_seen_to_change(
     seen.close()
     assert seen.holds()
     change(noted)
+    assert not seen.holds()
+
+
+def test_what_is_put_back_is_seen_to_be_the_same() -> None:
+    seen, noted = Seen(), {"a": 1, "b": 2}
+    seen.note_dict(noted)
+    seen.close()
+    noted.update(a=3)
+    noted.update(a=1)
+    assert seen.holds()
+    noted.update(b=1)
     assert not seen.holds()
 
 
