@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from itertools import chain
 from operator import attrgetter, is_
@@ -57,8 +58,9 @@ class Seen:
             self.sized.append(items)
             self.dicts.append(items)
         else:  # whose order, as that of an `OrderedDict`, may change without a new version
-            self.note_items(dict.keys(items))
-            self.note_items(dict.values(items))
+            kind: Any = OrderedDict if isinstance(items, OrderedDict) else dict
+            self.note_items(kind.keys(items))
+            self.note_items(kind.values(items))
 
     def note_items(self, items: Collection[Any]) -> None:
         """Notes what is in a list, a set or a view of a dict, in this order."""
