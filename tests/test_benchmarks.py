@@ -108,7 +108,7 @@ def test_page(tmp_path: Path) -> None:
     assert "| JAX | **0.20** |" in page
     assert "| JAX | failed |" in page
     assert "- clip: JAX: `no`" in page
-    assert "- tiny, rows: JAX 0.20; expanded_nn" in page
+    assert "- tiny rows, JAX 0.20 (" in page
     assert "| clip: expanded_nn | 2.00 (2 MiB) |" in page
     assert json.loads((tmp_path / "some_cpu_1.json").read_text()) == found
     assert report.runs_in(tmp_path) == [found]
@@ -130,7 +130,7 @@ def test_page(tmp_path: Path) -> None:
     assert text.endswith("\nafter")
     assert "older" not in text
     assert text.count("](pictures/") == text.count("](pictures/bench_some_cpu_1.png)") == 1
-    assert text.count("- tiny, rows: JAX 0.20; expanded_nn") == 2
+    assert text.count(", 1 thread: tiny rows, JAX 0.20 (") == 2
     readme.write_text("no marks")
     with pytest.raises(ValueError, match="lacks the lines"):
         report.into(readme, "")
