@@ -876,6 +876,35 @@ def test_samples_that_meet_by_their_values_later(meet: Callable[[Tensor], Tensor
         model(large)
 
 
+@pytest.mark.parametrize("first", [1, B])
+def test_a_mask_of_as_many_positions_as_samples(first: int) -> None:
+    """It is read as one with a row per sample, which makes no difference but for a sample that is compared alone."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.TransformerEncoderLayer(D, 1, 3, dropout=0.0, batch_first=True)
+            self.scale = nn.Parameter(torch.tensor(1.3))
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            inner: Tensor = self.inner(x, src_mask=mask)
+            return inner * self.scale
+
+    module = Masked().double()
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    for positions in (first, *[B] * (cost.TURNS_OF_A_SAMPLE + 2)):
+        call = Call((values(B, positions, D), torch.ones(positions, positions, dtype=torch.bool).triu(1)))
+        model.zero_grad()
+        sample_losses(call.on(model)).sum().backward()
+    mask = call.args[1]
+    each = [Call((call.args[0][i : i + 1], mask)) for i in range(B)]
+    losses = [sample_losses(one.on(module), i).sum() for i, one in enumerate(each)]
+    rows = [torch.autograd.grad(loss, [*module.parameters()]) for loss in losses]
+    names = [name for name, _ in module.named_parameters()]
+    assert_close_rows(rows_of(model), dict(zip(names, map(torch.stack, zip(*rows, strict=True)), strict=True)))
+    assert runs_whole(model)
+
+
 @pytest.mark.parametrize(
     "returned",
     [lambda x, y: (y, x > 0) if x.shape[1] > 3 else (y,), lambda x, y: (y,) if x.shape[1] > 3 else (y, x > 0, x < 0)],

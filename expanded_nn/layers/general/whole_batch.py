@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_structure, tree_unflatten
 
 from expanded_nn._errors import warn
-from expanded_nn.common.batch import FOLDED
+from expanded_nn.common.batch import FOLDED, Dims, readings
 from expanded_nn.common.modes import is_of_checkpoint, running_backward, unseen
 from expanded_nn.common.rounding import near
 from expanded_nn.common.steady import Undo
@@ -193,17 +193,37 @@ class _OneAlone:
     """What one sample of a call gives alone, beside a forward on the whole batch that comparisons have found right.
 
     Values may lead that where samples meet, as in a clamp by a norm over the batch, though it goes a known way.
+
+    An argument may have B rows by chance, as a mask `(T, T)`, and be read as one with a row per sample, which makes no
+    difference on the whole batch. Where a sample cannot run with its row alone, all rows are given to it.
+
+    Attributes:
+        dims: Where the samples stand in the arguments.
+        runs: Whether a sample can run alone at all.
+        given: What it gives then; `None` where random numbers leave nothing to compare.
     """
 
     def __init__(self, module: Any, call: Called, number: int) -> None:
         self.module, self.call, self.number = module, call, number
-        leaves = zip(call.leaves, call.dims, strict=True)
-        self.given = self._given([x if dim is None else of_sample(x, dim, number, call.batch) for x, dim in leaves])
+        self.dims, self.runs, self.given = tuple(call.dims), False, None
+        first = [dim is None for dim in call.dims].index(False)
+        others: list[Dims] = [() if dim is None else (None,) for dim in call.dims]
+        others[first] = ()
+        for dims in readings(call.dims, others):
+            leaves = zip(call.leaves, dims, strict=True)
+            arguments = [x if dim is None else of_sample(x, dim, number, call.batch) for x, dim in leaves]
+            try:
+                self.given, self.dims, self.runs = self._given(arguments), dims, True
+                return
+            except NOT_OF_THE_FORWARD:
+                raise
+            except Exception:
+                continue
 
     def agrees(self, result: Any) -> bool:
         """Whether it gives the same in the result for all; also where random numbers leave nothing to compare."""
         if self.given is None:
-            return True
+            return self.runs
         return _are_near([x for x, _ in self._with_samples(self.given)], self._part(tensors_of(result)))
 
     def depends_on_others(self, result: Any) -> bool:
@@ -212,7 +232,7 @@ class _OneAlone:
         If it is not, rounding alone has led the sample another way, as where the nearest of a codebook's entries is
         chosen: in a batch of the same size numbers are rounded in the same way.
         """
-        leaves = zip(self.call.leaves, self.call.dims, strict=True)
+        leaves = zip(self.call.leaves, self.dims, strict=True)
         try:
             beside_zeros = self._given([x if dim is None else self._with_one(x, dim) for x, dim in leaves])
         except (RuntimeError, ValueError, IndexError):  # zeros may be no arguments for it, as of lengths
