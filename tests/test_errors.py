@@ -1311,7 +1311,7 @@ class Scaling(nn.Module):
 
 @refused(
     r"^Scaling: for one sample its forward returns a tensor of shape \(3, 4\).*Give it the tensors of the "
-    r"SimpleNamespace alone, in a dict or in a dataclass\. Return"
+    r"SimpleNamespace alone, in a dict or in a dataclass\. For squeeze"
 )
 def an_object_for_all_samples() -> None:
     model = enn.convert(Scaling()).per_sample()

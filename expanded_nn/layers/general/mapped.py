@@ -400,8 +400,8 @@ class Mapper:
                 self.module,
                 f"for one sample its forward returns a tensor of shape {tuple(output.shape)}",
                 f"size 1 in dimension {usual}, where the samples stand",
-                f"{self._of_arguments(output, usual)}Return tensors with a batch dimension, and reduce over the "
-                f"samples outside of the module. {OF_PARAMETERS}",
+                f"{self._of_arguments(output, usual)}For squeeze() write squeeze(-1). Return tensors with a batch "
+                f"dimension, and reduce over the samples outside of the module. {OF_PARAMETERS}",
             )
         self._refuse_unclear(output, usual)
         ones.sort(key=lambda dim: dim != (0 if may_be_features else usual))

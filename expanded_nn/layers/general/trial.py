@@ -200,9 +200,9 @@ class Trial:
             "its forward returns a number that is neither the mean nor the sum of what it returns for single samples, "
             "or may be both",
             "a loss that is one of the two",
-            "Return tensors with a batch dimension, and reduce over the samples outside of the module; over the words "
-            "of each sample first, where samples have different numbers of them. A loss that the samples have only "
-            "together, such as one that balances experts, is no sample's own: compute it for each, or leave it out.",
+            "For squeeze() write squeeze(-1). Return tensors with a batch dimension, and reduce outside of the module; "
+            "over the words of each sample first, where samples have different numbers of them. A loss that samples "
+            "have only together, such as one that balances experts, is no sample's own: compute it for each, or not.",
         )
 
     def _refuse_shared_numbers(self, mapped: Mapped, dims: tuple[int, ...]) -> None:
