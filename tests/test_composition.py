@@ -1127,3 +1127,26 @@ def test_warnings_of_torch_stay_torch_s_own() -> None:
         warnings.simplefilter("error")
         for family in FAMILIES:
             total_loss(on(family.module()), family.call(SAMPLES)).backward()
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f.name in ("mlp", "cnn", "general")], ids=lambda f: f.name)
+def test_a_thread_evaluates_while_another_one_trains(family: Family) -> None:
+    """It has the plain forward, with as many samples as it likes; the training forward goes on as before."""
+    module, call, few = family.module(), family.call(SAMPLES), family.call(1)
+    with torch.no_grad():
+        expected = few.on(module)
+    model, found, begun = on(module), list[Tensor](), list[bool]()
+
+    @torch.no_grad()
+    def evaluate() -> None:
+        found.append(few.on(model))
+
+    def meanwhile(*_: Any) -> None:
+        if not begun:
+            begun.append(True)
+            assert not in_threads(evaluate)
+
+    last = [name for name, each in model.named_modules() if not [*each.children()]][-1]
+    model.get_submodule(last).register_forward_hook(meanwhile)
+    right(model, loop(module, call, SAMPLES), call)
+    assert_close(found[0], expected)
