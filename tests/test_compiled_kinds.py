@@ -5,8 +5,10 @@ import warnings
 from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -485,3 +487,114 @@ def test_gradients_of_other_strides_than_a_trace_says() -> None:
         for own, parameter in zip(rows, model.parameters(), strict=True):
             torch.testing.assert_close(own.to_dense(), parameter.grad_sample.to_dense())
     assert sum(len(family.graphs) for family in compiled._graphs.families.values()) == 1
+
+
+def triple(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(3)
+
+
+class Scaled(nn.Module):
+    """A layer, a buffer and another tensor; the buffer and a parameter have attributes, the bias had a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 3)
+        self.register_buffer("table", torch.ones(3))
+        self.kept = torch.ones(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        table: Any = self.table
+        return self.layer(x) * table * table.scale * self.kept  # type: ignore[no-any-return]
+
+
+def other_buffers(model: Any) -> None:
+    model._buffers = dict(model._buffers)
+    model.table = 5 * model.table
+    model.table.scale = 1.0
+
+
+def other_attributes(model: Any) -> None:
+    model.__dict__ = dict(vars(model))
+    model.kept = 5 * model.kept
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: setattr(model.table, "scale", 5.0),
+        other_buffers,
+        other_attributes,
+        lambda model: setattr(model.layer.weight.options, "scale", 5.0),
+        lambda model: model.layer.bias.register_post_accumulate_grad_hook(triple),
+    ],
+    ids=["attribute of a buffer", "buffers", "attributes", "object of a parameter", "hook after another one"],
+)
+def test_what_tensors_and_modules_have_is_another_thing(change: Callable[[Any], Any]) -> None:
+    def program(model: Any, wrap: Any) -> Any:
+        model.table.scale = 1.0
+        model.layer.weight.options = SimpleNamespace(scale=1.0)
+        model.layer.bias.register_post_accumulate_grad_hook(triple).remove()
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            loss = trained(model, x, y)
+            for parameter in (model.layer.weight,):
+                parameter.grad.mul_(parameter.options.scale)
+            return loss
+
+        run = wrap(step)
+
+        def call(number: int, x: Tensor, y: Tensor) -> Any:
+            if number == 4:
+                change(model)
+            return run(x, y)
+
+        return call, None
+
+    assert compared(program, None, Scaled) == 2
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+class Weighted(Pair):
+    weight = 1.0
+
+
+@dataclass
+class WeightedBatch:
+    x: Tensor
+    y: Tensor
+    weight: ClassVar[float] = 1.0
+
+
+@pytest.mark.parametrize("kind", [Weighted, WeightedBatch])
+def test_an_attribute_of_the_class_of_an_argument(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def program(model: Any, wrap: Any) -> Any:
+        step = wrap(lambda batch: trained(model, batch.x, batch.y, batch.weight))
+        monkeypatch.setattr(kind, "weight", 1.0)
+
+        def call(number: int, x: Tensor, y: Tensor) -> Any:
+            if number == 4:
+                monkeypatch.setattr(kind, "weight", 5.0)
+            return step(kind(x, y))
+
+        return call, None
+
+    assert compared(program, None, lambda: nn.Linear(8, 3)) == 2
+
+
+def test_an_array_of_another_shape() -> None:
+    def program(model: Any, wrap: Any) -> Any:
+        numbers = np.arange(4.0)
+        step = wrap(lambda x, y: trained(model, x, y, numbers.ndim))
+
+        def call(number: int, x: Tensor, y: Tensor) -> Any:
+            numbers.shape = (2, 2) if number > 3 else (4,)
+            return step(x, y)
+
+        return call, None
+
+    assert compared(program, None, lambda: nn.Linear(8, 3)) == 2

@@ -31,6 +31,11 @@ def bytes_of(value: Any) -> bytes:
     return value.tobytes() if hasattr(value, "tobytes") else bytes(value)
 
 
+def key_of_numbers(value: Any) -> tuple[Any, ...]:
+    """What is equal for arrays, or numbers of C, with the same numbers in the same shape and dtype."""
+    return bytes_of(value), getattr(value, "shape", None), getattr(getattr(value, "dtype", None), "str", None)
+
+
 def put_numbers(owner: Any, before: Any) -> None:
     """Gives an array the numbers of a copy of it, or a number of C its bytes."""
     if isinstance(owner, NUMBERS_OF_C):

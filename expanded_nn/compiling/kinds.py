@@ -25,7 +25,7 @@ from expanded_nn.compiling.looks import (
     of_tensor,
     own_attributes,
 )
-from expanded_nn.compiling.names import HOOKS, PLAIN, Names, Referred, set_by_users
+from expanded_nn.compiling.names import HOOKS, PLAIN, Names, Referred, is_the_users, set_by_users
 from expanded_nn.compiling.packing import WITH_COUNT, attributes_beside_items, has_items, items_of
 from expanded_nn.compiling.seen import Seen
 from expanded_nn.compiling.watched import HOOKS_OF_TENSOR
@@ -34,6 +34,7 @@ from expanded_nn.projection import Projection
 from expanded_nn.recording.recorder import Recorder
 from expanded_nn.recording.watch import Watch
 
+_PYTHONS = {tuple, list, dict}
 _MEMBERS = "_parameters", "_buffers", "_modules"
 _DICTS = *_MEMBERS, *HOOKS
 _TRAITS = attrgetter("dtype", "device", "ndim")
@@ -54,7 +55,7 @@ class Call:
         arguments: The positional ones, and those by names.
         tensors: The tensors among them, each once; and the counts of factors, as they change from call to call.
         by_id: These, by the ids of the tensors and of the factors.
-        objects: Those of other classes, which are looked into.
+        objects: Those of other classes, which are looked into; and the user's classes of containers.
         containers: The lists, dicts and dataclasses among them, by their ids, each with how many came before it.
         key: A key for the arguments, without the sizes and values of tensors.
         shapes: The shapes of the tensors.
@@ -91,6 +92,8 @@ class Call:
             number = self._number(value)
             self.by_id[id(value)] = torch.tensor(value.count)
             return cls, number, tuple([self._of(item) for item in value[:-1]])
+        if cls not in _PYTHONS and is_the_users(cls):  # which may have attributes that count
+            self.objects.append(cls)
         if isinstance(value, tuple):
             return cls, tuple([self._of(item) for item in value])
         if isinstance(value, list):
@@ -198,7 +201,7 @@ def of_models(
         seen.note_places(_OF_RECORDER, recorder)
     looked_into: set[tuple[int, type]] = set()
     all_modules = [*modules, *others]
-    names_of = referred.names_of(dict.fromkeys(map(type, all_modules)))
+    names_of, names = referred.names_of(dict.fromkeys(map(type, all_modules))), referred.names
     for kind in names_of:
         plain_class: Any = getattr(kind, "plain_class", None) or kind
         seen.note_places(_FORWARD, plain_class)
@@ -219,11 +222,12 @@ def of_models(
         recorder_of_rows = attributes.get("_recorder")
         add(numbers.get(recorder_of_rows, id(recorder_of_rows)))
         key += map(id, attributes["_modules"].values())
-        key += [None if buffer is None else of_tensor(buffer, seen) for buffer in attributes["_buffers"].values()]
+        key += [id(attributes), id(attributes["_buffers"]), id(attributes["_parameters"])]  # where graphs find tensors
+        key += [None if x is None else _of_kept(x, names, seen) for x in attributes["_buffers"].values()]
         for name in own_names:
             value = attributes[name]
             if isinstance(value, Tensor):
-                add((name, of_tensor(value, seen)))
+                add((name, _of_kept(value, names, seen)))
             elif type(value) in PLAIN:
                 add((name, key_of_plain(value)))
             else:  # a configuration that many modules have
@@ -239,10 +243,10 @@ def of_models(
     of_modules = (parameter for module in modules for parameter in module._parameters.values())
     parameters = {id(parameter): parameter for parameter in (*of_modules, *leaves) if parameter is not None}
     of_others = [parameter for module in others for parameter in module._parameters.values() if parameter is not None]
-    key += [_of_parameter(parameter, seen) for parameter in of_others]
+    key += [_of_parameter(parameter, names, seen) for parameter in of_others]
     for parameter in of_others:
         note_own_rows(parameter, seen)
-    key += [_of_parameter(parameter, seen) for parameter in parameters.values()]
+    key += [_of_parameter(parameter, names, seen) for parameter in parameters.values()]
 
     def gradients() -> list[Hashable]:
         return [_of_gradient(parameter, recorders) for parameter in parameters.values()]
@@ -258,20 +262,34 @@ def of_models(
     return *key, *states
 
 
-def _of_parameter(parameter: Tensor, seen: Seen) -> Hashable:
+def _of_parameter(parameter: Tensor, names: Names, seen: Seen) -> Hashable:
     """A key for a parameter, its hooks and attributes, without its gradient and rows."""
     hooks: list[Any] = []
-    for registry in filter(None, _HOOKS_OF_PARAMETER(parameter)):
-        seen.note_items(dict.values(registry))
+    for registry in _HOOKS_OF_PARAMETER(parameter):
+        if registry is None:
+            continue
+        seen.note_items(dict.values(registry))  # which may be empty, as a hook was removed
         hooks += [by_identity(hook) for hook in registry.values() if type(hook) is not Watch]
-    own = own_attributes(parameter)
+    return _of_own_attributes(parameter, names, seen), of_tensor(parameter, seen), tuple(hooks)
+
+
+def _of_kept(tensor: Tensor, names: Names, seen: Seen) -> Hashable:
+    """A key for a buffer, or another tensor that is an attribute of a module, and its own attributes."""
+    if isinstance(tensor, FactoredTensor):
+        return of_tensor(tensor, seen)
+    seen.sized.append(vars(tensor))
+    return _of_own_attributes(tensor, names, seen), of_tensor(tensor, seen)
+
+
+def _of_own_attributes(tensor: Tensor, names: Names, seen: Seen) -> Hashable:
+    """A key for what the user has set as attributes of a tensor."""
+    own = own_attributes(tensor)
     if own:
-        seen.note_places(itemgetter(*own, *own), vars(parameter))
-    of_own = [
-        (name, of_tensor(value, seen) if isinstance(value, Tensor) else Look([value], Names(), seen).checked())
+        seen.note_places(itemgetter(*own, *own), vars(tensor))
+    return tuple(
+        (name, of_tensor(value, seen) if isinstance(value, Tensor) else Look([value], names, seen).checked())
         for name, value in own.items()
-    ]
-    return of_tensor(parameter, seen), tuple(hooks), tuple(of_own)
+    )
 
 
 def _of_gradient(parameter: Tensor, recorders: Sequence[Recorder]) -> Hashable:

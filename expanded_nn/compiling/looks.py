@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from expanded_nn._errors import shown
-from expanded_nn.common.arrays import bytes_of, has_numbers
+from expanded_nn.common.arrays import has_numbers, key_of_numbers
 from expanded_nn.common.outside import CACHED
 from expanded_nn.common.steady import is_generator
 from expanded_nn.common.traced import OnlyEager
@@ -304,10 +304,10 @@ class Look:
                 "give the step what it takes from it)"
             )
             return by_identity(value)
-        numbers = bytes_of(value)
-        self.seen.note_fact(partial(bytes_of, value))
+        numbers = key_of_numbers(value)
+        self.seen.note_fact(partial(key_of_numbers, value))
         self.items[id(value), None] = value, numbers
-        return type(value), *((value.shape, value.dtype.str) if hasattr(value, "dtype") else (size,)), numbers
+        return type(value), size, numbers
 
 
 class StepValues:
