@@ -107,7 +107,7 @@ def per_sample(model: Model, mode: bool = True, **settings: Any) -> Model:
     What is not yet converted in it is converted in place, as `convert(model, inplace=True)` does.
 
     Args:
-        model: Any module.
+        model: Any module; a `DistributedDataParallel` if the model within is converted.
         mode: Whether to switch on.
         settings: Those of `model.per_sample`, by name, as its `help` explains them.
 
@@ -126,6 +126,10 @@ def per_sample(model: Model, mode: bool = True, **settings: Any) -> Model:
         True
     """
     refuse_other_mode(mode)
+    inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else None
+    if isinstance(inner, PerSampleModule):  # converted before it was wrapped
+        per_sample(inner, mode, **settings)
+        return model
     if mode or not isinstance(model, PerSampleModule):
         convert(model, inplace=True)
     return model.per_sample(mode, **settings)  # type: ignore[operator,no-any-return]

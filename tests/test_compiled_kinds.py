@@ -598,3 +598,37 @@ def test_an_array_of_another_shape() -> None:
         return call, None
 
     assert compared(program, None, lambda: nn.Linear(8, 3)) == 2
+
+
+def test_a_tuple_with_attributes_of_its_own_runs_eagerly() -> None:
+    def program(model: Any, wrap: Any) -> Any:
+        step = wrap(lambda batch: trained(model, batch.x, batch.y, getattr(batch, "scale", 1.0)))
+
+        def call(number: int, x: Tensor, y: Tensor) -> Any:
+            batch = Weighted(x, y)
+            if number > 3:
+                batch.scale = 5.0  # type: ignore[attr-defined]
+            return step(batch)
+
+        return call, None
+
+    assert compared(program, "Weighted with attributes of its own", lambda: nn.Linear(8, 3)) == 1
+
+
+def lookup(config: Any, name: str) -> Any:
+    return getattr(config, name)
+
+
+def test_an_attribute_that_a_function_finds_by_a_computed_name() -> None:
+    class Configured(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.kind, self.config = nn.Linear(8, 3), "a", SimpleNamespace(scale_a=1.0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) * lookup(self.config, f"scale_{self.kind}")  # type: ignore[no-any-return]
+
+    def change(model: Any) -> None:
+        model.config.scale_a = 5.0
+
+    assert compared(program_of(change), None, Configured) == 2

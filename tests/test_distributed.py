@@ -366,12 +366,56 @@ def fsdp_refusals(rank: int, world: int) -> None:
         model(x)
 
 
+def ddp_is_switched_off_and_on(rank: int, world: int) -> None:
+    model = DistributedDataParallel(enn.convert(mlp()).per_sample())
+    x = torch.randn(ROWS, 6)
+    for mode in (False, True):
+        model.zero_grad()
+        assert enn.per_sample(model, mode) is model
+        backward(model, x)
+        assert all((p.grad_sample is not None) == mode for p in model.parameters())
+
+
+class TwoTasks(nn.Module):
+    """Each process trains a head of its own, as the guide's recipe for clipping has to allow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 3), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, task: int) -> Tensor:
+        return (self.second if task else self.first)(self.body(x).tanh())
+
+
+def ranks_that_use_different_layers(rank: int, world: int) -> None:
+    plain, x, task = TwoTasks(), torch.randn(world, ROWS, 6)[rank], min(rank, 1)
+    inner = enn.convert(plain).per_sample(accumulate_grad=False)
+    model = DistributedDataParallel(inner, find_unused_parameters=True)
+    (model(x, task).sin().sum() / ROWS).backward()
+    enn.clip_grad_sample_norms_(model, LIMIT)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad)
+    used = nn.Sequential(plain.body, nn.Tanh(), plain.second if task else plain.first)
+    sums = clipped_sum(expected_rows(used, x))
+    names = {"body": "0", "second" if task else "first": "2"}
+    for name, parameter in parameters_of(model).items():
+        part, _, kind = name.partition(".")
+        own = sums[f"{names[part]}.{kind}"] if part in names else torch.zeros_like(parameter)
+        total = torch.stack(gathered(own)).sum(0)
+        assert_close(parameter.grad, total, name=name)
+
+
 DDP = [
     ddp_reduces_the_gradient_and_leaves_the_rows_local,
     ddp_with_a_part_that_is_not_used,
     ddp_clips_micro_batches,
     ddp_whose_buckets_are_the_gradients,
     compiled_steps_clip_their_own_samples,
+    ddp_is_switched_off_and_on,
+    ranks_that_use_different_layers,
 ]
 FSDP = [
     fsdp_scatters_the_gradient_and_leaves_the_rows_local,

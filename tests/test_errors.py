@@ -384,6 +384,23 @@ def one_sample_whose_time_is_taken_for_samples() -> None:
     feed(nn.GRU(4, 2), lambda layer, x: layer(2 * x[:, :1])[0][-1])
 
 
+@refused(
+    r"layer \(MultiheadAttention\): query has shape \(1, 3, 4\): the layer has its samples in dimension 1 "
+    r"\(batch_first=False\), and the model has them in dimension 0, where there is one; .*per_sample\(batch_first"
+)
+def samples_of_one_step_that_are_taken_for_one_sample() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.scale = nn.MultiheadAttention(4, 1), nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            mixed: Tensor = self.layer(x, x, x)[0]
+            return mixed * self.scale
+
+    on(Scaled())(torch.randn(1, 3, 4))
+
+
 @refused(r"layer \(\w+\): an argument of shape \(1, 18, 4\) has one row, but the numbers of all 3 samples")
 def all_samples_as_one_sequence_of_a_module() -> None:
     feed(Own(lambda module, x: x * module.scale), lambda layer, x: layer(x.reshape(1, -1, 4)))

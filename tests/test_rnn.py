@@ -578,3 +578,28 @@ def test_no_weight_of_a_single_sample_stays_behind() -> None:
     model = enn.convert(Gated()).per_sample()
     model(torch.randn(2, 5, 3)).sum().backward()
     assert all(map(is_, model.gru._flat_weights, model.gru.parameters()))
+
+
+def test_one_sample_with_a_mask_of_as_many_steps_as_classes() -> None:
+    """In a model that has time first, `(B, T)` and `(B, classes)` have the samples first all the same."""
+
+    class Classifier(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.head = nn.GRU(4, 3), nn.Linear(3, 5)
+
+        def forward(self, x: Tensor, keep: Tensor) -> Tensor:  # (T, B, 4), (B, T)
+            kept: Tensor = self.rnn(x)[0] * keep.T[..., None]
+            return self.head(kept.sum(0))  # type: ignore[no-any-return]
+
+    module = Classifier().double()
+    model = enn.convert(module).per_sample(batch_first=False)
+    for batch in (3, 1):
+        x, keep = torch.randn(5, batch, 4, dtype=torch.float64), torch.ones(batch, 5, dtype=torch.bool)
+        model.zero_grad()
+        model(x, keep).square().sum(1).mean().backward()
+        for i in range(batch):
+            loss = module(x[:, i : i + 1], keep[i : i + 1]).square().sum()
+            (expected,) = torch.autograd.grad(loss, [module.head.weight])
+            assert_close(model.head.weight.grad_sample[i], expected)
+        assert len(model.head.weight.grad_sample) == batch

@@ -94,6 +94,11 @@ class Call:
             return cls, number, tuple([self._of(item) for item in value[:-1]])
         if cls not in _PYTHONS and is_the_users(cls):  # which may have attributes that count
             self.objects.append(cls)
+            if isinstance(value, tuple | list) and getattr(value, "__dict__", None):
+                raise OnlyEager(
+                    f"an argument is a {cls.__name__} with attributes of its own (give these as arguments, too, or in "
+                    "a dataclass)"
+                )
         if isinstance(value, tuple):
             return cls, tuple([self._of(item) for item in value])
         if isinstance(value, list):

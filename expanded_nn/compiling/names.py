@@ -301,8 +301,7 @@ class Referred:
 
     def names_of(self, kinds: Iterable[type]) -> dict[type, Names]:
         """For each class of modules, the names whose attributes count: those in its methods and in the functions."""
-        names = Names(self.names.words, self.names.any_item)
-        return {kind: names_in_class(kind).joined(names) for kind in kinds}
+        return {kind: names_in_class(kind).joined(self.names) for kind in kinds}
 
     def reads_item(self, key: Any) -> bool:
         """Whether the functions read the item of a key, and not only add to it."""

@@ -17,7 +17,7 @@ from expanded_nn.layers.heads import attention, projected
 from expanded_nn.layers.linear import Linear, linear
 from expanded_nn.layers.twins import expand_modules, raise_for
 from expanded_nn.modules.base import Expanded, PerSampleModule, Root
-from expanded_nn.modules.layout import refusal, refuse_other_than_sequences
+from expanded_nn.modules.layout import refusal, refuse_other_samples_of_one, refuse_other_than_sequences
 from expanded_nn.modules.registry import expands, registered
 from expanded_nn.recording.recorder import Recorder
 
@@ -189,6 +189,7 @@ class MultiheadAttention(_Converted, Expanded, nn.MultiheadAttention):
     def _inside_general(self, recorder: Recorder, args: Any, kwargs: Any) -> Any:
         if self.batch_first:
             return super()._inside_general(recorder, args, kwargs)
+        refuse_other_samples_of_one(self, "query", args[0] if args else kwargs.get("query"))
         return super(Expanded, self).forward(*args, **kwargs)  # a whole batch has its samples first
 
 

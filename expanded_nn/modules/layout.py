@@ -257,6 +257,26 @@ def refuse_other_than_sequences(module: Member, argument: str, x: Tensor, dim: i
         _refuse_unclear_layout(module, x)
 
 
+def refuse_other_samples_of_one(layer: Reader, argument: str, x: Any) -> None:
+    """Raises where the model has one sample, and a layer that has the samples second is given `(1, n, features)`.
+
+    Sample by sample nothing would tell: the only sample has all that there is.
+    """
+    forward = forward_of(layer)
+    settings = None if layer._recorder is None else layer._recorder.settings
+    if forward is None or settings is None or settings.says_layout or not settings.batch_first:
+        return
+    if forward.batch_so_far == 1 and isinstance(x, Tensor) and x.dim() == 3 and x.shape[0] == 1 < x.shape[1]:
+        raise complaint(
+            name_of(layer),
+            f"{argument} has shape {tuple(x.shape)}: the layer has its samples in dimension 1 (batch_first=False), and "
+            "the model has them in dimension 0, where there is one",
+            "to know where the samples stand in what the model is called with",
+            "Say it: per_sample(batch_first=False) if they stand second there, as in (T, B, ...), and "
+            "per_sample(batch_first=True) if they stand first and the model itself moves them.",
+        )
+
+
 def _refuse_unclear_layout(module: Member, x: Tensor) -> None:
     """Raises where the samples of `(T, B, features)` may be the positions of the model's own input, as T = B.
 

@@ -240,7 +240,8 @@ class Forward:
 
     def _rows_in(self, x: Tensor) -> int:
         batch_first = getattr(self.module, "fixed_layout", False) or self.recorder.settings.batch_first
-        dim = batch_dim(x.dim(), batch_first=batch_first)
+        are_first = x.dim() == 2 and x.shape[0] == self.batch_so_far  # (B, classes) in a model that has time first
+        dim = batch_dim(x.dim(), batch_first=batch_first or are_first)
         return x.shape[dim] if x.dim() else 1
 
     def note_shared(self, layer: nn.Module, result: Any, dim: int, *, is_new: bool) -> None:
