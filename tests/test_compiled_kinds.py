@@ -2,7 +2,7 @@
 
 import random
 import warnings
-from collections import UserDict
+from collections import UserDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -632,3 +632,21 @@ def test_an_attribute_that_a_function_finds_by_a_computed_name() -> None:
         model.config.scale_a = 5.0
 
     assert compared(program_of(change), None, Configured) == 2
+
+
+def test_a_default_that_only_the_step_makes() -> None:
+    """A look at a dict takes no default from it, which would be an item that the step finds."""
+
+    def program(model: Any, wrap: Any) -> Any:
+        weights = defaultdict(lambda: 5.0, a=1.0)
+        step = wrap(lambda x, y: trained(model, x, y, weights["a"] if "a" in [*weights] else 9.0))
+
+        def call(number: int, x: Tensor, y: Tensor) -> Any:
+            if number == 4:
+                del weights["a"]
+                weights["b"] = 1.0
+            return step(x, y)
+
+        return call, lambda: dict(weights)
+
+    assert compared(program, None, lambda: nn.Linear(8, 3)) == 2

@@ -37,7 +37,7 @@ from expanded_nn.compiling.names import (
     names_in_library,
     set_by_users,
 )
-from expanded_nn.compiling.seen import Seen
+from expanded_nn.compiling.seen import Seen, is_kind_of_dict, plain_items
 from expanded_nn.compiling.state import State, is_of_trace, shows_others, slots_of
 from expanded_nn.factored import FactoredTensor
 from expanded_nn.recording.recorder import Recorder, modules_in, recorder_of
@@ -270,8 +270,7 @@ class Look:
         """The key of the functions and constants that the names find in a library, as users may replace them."""
         mapping = vars(value)
         named = sorted(name for name in self._names.words if name in mapping)
-        if isinstance(value, type):
-            self.seen.sized.append(mapping)
+        self.seen.sized.append(mapping)
         if not named:
             return ()
         get = itemgetter(*named, named[0])  # the first one twice: for a single name it would give no tuple
@@ -290,7 +289,8 @@ class Look:
         if not counted:
             return ()
         source = value if mapping is None else mapping
-        get = getter(*counted, counted[0])  # the first one twice: for a single place it would give no tuple
+        # the first one twice: for a single place it would give no tuple
+        get = plain_items(counted) if is_kind_of_dict(mapping) else getter(*counted, counted[0])
         self.seen.note_places(get, source)
         for place, item in zip(counted, get(source), strict=False):
             self.items[id(value), place] = value, _outside(item)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
@@ -128,6 +128,16 @@ class Seen:
             )
         except (AttributeError, KeyError, RuntimeError):  # the last one if another thread changes it meanwhile
             return False
+
+
+def is_kind_of_dict(mapping: Any) -> bool:
+    """Whether it is a dict of another class, whose `__getitem__` may change it, as that of a `defaultdict` does."""
+    return isinstance(mapping, dict) and type(mapping) is not dict
+
+
+def plain_items(keys: Sequence[Any]) -> Get:
+    """What gets items of a dict without a method of its class."""
+    return lambda held: [dict.get(held, key) for key in keys]
 
 
 def _contents(dicts: Iterable[dict[Any, Any]]) -> list[Any]:
