@@ -258,10 +258,7 @@ def refuse_other_than_sequences(module: Member, argument: str, x: Tensor, dim: i
 
 
 def refuse_other_samples_of_one(layer: Reader, argument: str, x: Any) -> None:
-    """Raises where the model has one sample, and a layer that has the samples second is given `(1, n, features)`.
-
-    Sample by sample nothing would tell: the only sample has all that there is.
-    """
+    """Raises where the model has one sample, and a layer that has the samples second is given `(1, n, features)`."""
     forward = forward_of(layer)
     settings = None if layer._recorder is None else layer._recorder.settings
     if forward is None or settings is None or settings.says_layout or not settings.batch_first:
@@ -389,11 +386,7 @@ def holds_all_samples(layer: Reader, x: Tensor) -> bool:
 
 
 def _has_samples_first(layer: Reader, x: Tensor) -> bool:
-    """Whether an input of a layer that has the samples second may have them first, as the model has them.
-
-    So it is with a single sample where nobody has said that the model has time first. Buffers, parameters and what
-    comes from these is not asked about: all samples share that.
-    """
+    """Whether an input of a layer that has the samples second may have them first, as the model has, and is no table."""
     forward = forward_of(layer)
     if is_traced() or forward is None or forward.order is None or not forward.recorder.settings.batch_first:
         return False
