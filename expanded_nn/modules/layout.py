@@ -386,7 +386,7 @@ def holds_all_samples(layer: Reader, x: Tensor) -> bool:
 
 
 def _has_samples_first(layer: Reader, x: Tensor) -> bool:
-    """Whether an input of a layer that has the samples second may have them first, as the model has, and is no table."""
+    """Whether an input of a layer that has the samples second may have them first, as the model, and is no table."""
     forward = forward_of(layer)
     if is_traced() or forward is None or forward.order is None or not forward.recorder.settings.batch_first:
         return False
