@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import expanded_nn as enn
+from expanded_nn.compiling import tracing
 from expanded_nn.compiling.tracing import trace
 from some import some
 from test_compiled_state import batch, compared, trained
@@ -709,3 +710,31 @@ def test_functions_are_seen_beside_a_tracer_in_c() -> None:
     finally:
         sys.settrace(former)
     assert len(graphs(step)) == 2
+
+
+def test_an_interruption_before_the_trace_begins_leaves_no_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Ctrl-C while torch is imported for it."""
+    model = enn.convert(nn.Linear(4, 3)).per_sample()
+
+    @enn.compile(backend="eager")
+    def step(x: Tensor) -> None:
+        model(x).square().sum().backward()
+
+    def interrupted(name: str) -> Any:
+        if name == "torch._dynamo":
+            raise KeyboardInterrupt
+        return importlib.import_module(name)
+
+    x = torch.randn(5, 4)
+    step(x)
+    model.zero_grad()
+    with monkeypatch.context() as patches:
+        patches.setattr(tracing, "import_module", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            step(x)
+    model(x).square().sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    for _ in range(2):
+        model.zero_grad()
+        step(x)
+    assert len(graphs(step)) == 1

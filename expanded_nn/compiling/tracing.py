@@ -132,8 +132,8 @@ def trace(
     thread, drawn = get_ident(), RandomStates([*modules, *generators])
     contexts: list[Any] = [
         meanwhile(torch.random, default_generator=Generator()),
-        register_optimizer_step_pre_hook(partial(refuse_optimizer, thread)),
-        register_module_forward_pre_hook(partial(_note_new_module, thread, {*modules}, new_modules)),
+        _registered(register_optimizer_step_pre_hook, partial(refuse_optimizer, thread)),
+        _registered(register_module_forward_pre_hook, partial(_note_new_module, thread, {*modules}, new_modules)),
         meanwhile(*leaves, grad=None),
         _restored(saved, leaves),
         _with_modes_left(),
@@ -321,6 +321,13 @@ def _places_of(tensors: Sequence[Tensor], dicts: Sequence[dict[str, Any]]) -> li
     """Which of some dicts has each tensor, and under what name; a tensor in none has a dict of its own."""
     found = {id(value): (values, name) for values in dicts for name, value in values.items()}
     return [found.get(id(tensor), ({"": tensor}, "")) for tensor in tensors]
+
+
+@contextmanager
+def _registered(register: Callable[..., Any], hook: Callable[..., Any]) -> Iterator[None]:
+    """Registers a hook of all modules or optimizers meanwhile, and not before: what is between may be interrupted."""
+    with register(hook):
+        yield
 
 
 def _graph_of(
