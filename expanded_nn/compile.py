@@ -371,7 +371,9 @@ class Graphs:
     def _traced(self, family: Family, call: Call) -> Graph | None:
         """A new graph, if there can be one."""
         try:
-            if sum(len(family.graphs) for family in self.families.values()) >= MOST_GRAPHS:
+            if self._count() >= MOST_GRAPHS:
+                self._drop_graphs_of_former_parameters()
+            if self._count() >= MOST_GRAPHS:
                 raise OnlyEager(
                     f"there are {MOST_GRAPHS} graphs already (give what changes from call to call as a tensor, and "
                     "take sizes from x.shape, not from len(x))"
@@ -395,6 +397,19 @@ class Graphs:
             self._warn(f"{len(lines)} sizes have taken graphs of their own, as a size is made a number in {lines[-1]}.")
         family.by_shapes[call.shapes] = graph
         return graph
+
+    def _count(self) -> int:
+        """How many graphs there are."""
+        return sum(len(family.graphs) for family in self.families.values())
+
+    def _drop_graphs_of_former_parameters(self) -> None:
+        """Lets go of those of parameters that no module has any more, as after `load_state_dict(..., assign=True)`."""
+        modules = (module for met in self.mets.values() for module in met.modules)
+        own = {id(parameter) for module in modules for parameter in module._parameters.values()}
+        own.update(id(leaf) for met in self.mets.values() for leaf in met.leaves)
+        for family in self.families.values():
+            if any(id(leaf) not in own for graph in family.graphs for leaf in graph.inputs.leaves):
+                family.drop_graphs()
 
     def _compiled(self, family: Family, call: Call) -> tuple[Traced, Graph]:
         """A traced step and its graph; where there can be none for several sizes, for these sizes alone."""

@@ -738,3 +738,27 @@ def test_an_interruption_before_the_trace_begins_leaves_no_hooks(monkeypatch: py
         model.zero_grad()
         step(x)
     assert len(graphs(step)) == 1
+
+
+def test_parameters_that_are_assigned_again_and_again() -> None:
+    """Graphs of those that no module has any more make way for new ones."""
+    model = enn.convert(nn.Linear(4, 3)).per_sample()
+
+    def step(x: Tensor) -> Tensor:
+        model(x).square().sum().backward()
+        return enn.clip_grad_sample_norms_(model, 1.0)
+
+    compiled, former = enn.compile(step, backend="eager"), []
+    for _ in range(COMPILE.MOST_GRAPHS + 4):
+        former.append(weakref.ref(model.weight))
+        model.load_state_dict(
+            {name: torch.randn_like(value) for name, value in model.state_dict().items()}, assign=True
+        )
+        for _ in range(3):
+            x = torch.randn(5, 4)
+            model.zero_grad()
+            norms, grad = compiled(x), model.weight.grad
+            model.zero_grad()
+            torch.testing.assert_close((norms, grad), (step(x), model.weight.grad))
+    assert 0 < len(graphs(compiled)) <= COMPILE.MOST_GRAPHS
+    assert any(weight() is None for weight in former)
