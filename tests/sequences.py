@@ -286,7 +286,7 @@ class Run:
                 if key in contract.cleared and contract.touched:
                     continue  # what a backward that failed has left, until the next one
                 if key in contract.cleared:
-                    allowed = [None, self.shown.get(key)]
+                    allowed = [None, self.shown.get(key), due[key]]  # passes of frozen parameters alone may be gone
                 elif contract.moved or contract.cleared & trainable:
                     allowed.append(self.shown.get(key))
                 wrong = [differs(shown[key], rows) for rows in allowed]
