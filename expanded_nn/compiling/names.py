@@ -28,7 +28,7 @@ from expanded_nn.common.bytecode import (
 from expanded_nn.common.outside import CACHED, NOTHING, is_of_users, put, value_in
 from expanded_nn.common.steady import OWN_STATE
 from expanded_nn.compiling.called import Code, Ran
-from expanded_nn.compiling.seen import Seen
+from expanded_nn.compiling.seen import Seen, plain_items
 
 PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), range, torch.dtype, torch.device})
 _NOT_THE_USERS = *NOT_THE_USERS, *MADE_BY_LIBRARIES
@@ -352,10 +352,10 @@ class Referred:
         for namespace, name in self.globals:
             names.setdefault(id(namespace), (namespace, []))[1].append(name)
         for namespace, own_names in names.values():
-            seen.note_places(partial(map, namespace.get), own_names)
-        seen.note_places(partial(map, sys.modules.get), self.imported)
+            seen.note_places(plain_items(own_names), namespace)
+        seen.note_places(plain_items(self.imported), sys.modules)
         for holder, key in self.ran.places:
-            seen.note_places(partial(map, partial(dict.get, holder)), [key])
+            seen.note_places(plain_items([key]), holder)
         for function in self.functions:
             seen.note_places(_CODE, function)
         for own_keywords in filter(None, [function.__kwdefaults__ for function in self.functions]):

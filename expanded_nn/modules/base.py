@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial, update_wrapper
-from threading import get_ident
 from types import FunctionType
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -299,7 +298,7 @@ class Expanded(PerSampleModule):
     def _without_rows(self, recorder: Recorder | None, args: Any, kwargs: Any) -> Any:
         """The forward without rows: the mode is off, gradients are off, or the parameters require none."""
         forward = None if recorder is None else recorder.forward
-        if forward is not None and forward.thread != get_ident():  # that thread trains, and this one evaluates
+        if forward is not None and forward.is_of_other_thread:  # which trains, and this one evaluates
             return super().forward(*args, **kwargs)
         if recorder is not None:
             recorder.note_plain_forward()

@@ -264,14 +264,18 @@ def refuse_other_samples_of_one(layer: Reader, argument: str, x: Any) -> None:
     if forward is None or settings is None or settings.says_layout or not settings.batch_first:
         return
     if forward.batch_so_far == 1 and isinstance(x, Tensor) and x.dim() == 3 and x.shape[0] == 1 < x.shape[1]:
-        raise complaint(
-            name_of(layer),
-            f"{argument} has shape {tuple(x.shape)}: the layer has its samples in dimension 1 (batch_first=False), and "
-            "the model has them in dimension 0, where there is one",
-            "to know where the samples stand in what the model is called with",
-            "Say it: per_sample(batch_first=False) if they stand second there, as in (T, B, ...), and "
-            "per_sample(batch_first=True) if they stand first and the model itself moves them.",
-        )
+        raise _untold_layout(layer, argument, x, "and the model has them in dimension 0, where there is one")
+
+
+def _untold_layout(module: Member, argument: str, x: Tensor, but: str) -> PerSampleError:
+    """The error where a layer has the samples second, and nobody has said that the model has them first."""
+    return complaint(
+        name_of(module),
+        f"{argument} has shape {tuple(x.shape)}: the layer has its samples in dimension 1 (batch_first=False), {but}",
+        "to know where the samples stand in what the model is called with",
+        "Say it: per_sample(batch_first=False) if they stand second there, as in (T, B, ...), and "
+        "per_sample(batch_first=True) if they stand first and the model itself moves them.",
+    )
 
 
 def _refuse_unclear_layout(module: Member, x: Tensor) -> None:
@@ -294,14 +298,8 @@ def _refuse_unclear_layout(module: Member, x: Tensor) -> None:
     if x.shape[0] != batch:
         vars(module)["_layout_is_clear"] = True
     elif any(whole.dim() > 1 and whole.shape[0] == whole.shape[1] for whole in forward.samples):
-        raise complaint(
-            name_of(module),
-            f"input has shape {tuple(x.shape)}: the layer has its samples in dimension 1 (batch_first=False), the "
-            f"model has them in dimension 0, and here both have size {batch}",
-            "to know where the samples stand in what the model is called with",
-            "Say it: per_sample(batch_first=False) if they stand second there, as in (T, B, ...), and "
-            "per_sample(batch_first=True) if they stand first and the model itself moves them.",
-        )
+        both = f"the model has them in dimension 0, and here both have size {batch}"
+        raise _untold_layout(module, "input", x, both)
 
 
 def refuse_other_count(layer: Reader, count: int, found: str, remedy: str) -> None:

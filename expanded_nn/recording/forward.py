@@ -96,6 +96,11 @@ class Forward:
         return self._pass
 
     @property
+    def is_of_other_thread(self) -> bool:
+        """Whether it runs in another thread than this code."""
+        return self.thread != get_ident()
+
+    @property
     def batch_so_far(self) -> int | None:
         """B as it is known at this moment; that chooses no pass."""
         return self.batch if self._pass is None else self._pass.batch

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from threading import RLock, get_ident
+from threading import RLock
 from typing import Any
 
 import torch
@@ -175,7 +175,7 @@ class Recorder:
 
     def refuse_other_thread(self, module: nn.Module) -> None:
         """Raises if another thread is in the middle of a forward, whose pass this one would share."""
-        if self.forward is not None and self.forward.thread != get_ident():
+        if self.forward is not None and self.forward.is_of_other_thread:
             raise complaint(
                 self.name_of(module),
                 "another thread is in the middle of a forward of this model",

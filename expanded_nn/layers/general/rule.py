@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from threading import get_ident
 from typing import Any, ClassVar, cast
 
 import torch
@@ -124,7 +123,7 @@ class General(Expanded):
         result, recorder = super().forward(*args, **kwargs), self._recorder
         if recorder is None or recorder.forward is None or recorder.general_rule is not None or torch.is_grad_enabled():
             return result
-        if not self._has_own_rows() or recorder.forward.thread != get_ident():
+        if not self._has_own_rows() or recorder.forward.is_of_other_thread:
             return result
         # a reentrant checkpoint's first forward: of the shapes that the second one will have
         leaves, structure = flatten(result)
