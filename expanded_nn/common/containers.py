@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import TreeSpec, register_pytree_node, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 IsLeaf = Callable[[Any], bool] | None
+_LEAF = tree_flatten(None)[1]
 _EXAMPLES: Any = iter([]), iter(()), iter({}), iter({}.values()), iter({}.items()), reversed([]), reversed(())
 _ITERATORS = {GeneratorType, map, filter, zip, enumerate, *map(type, _EXAMPLES)}
 
@@ -64,6 +65,8 @@ register_pytree_node(
 
 def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
     """The leaves of a value, and what makes it of them; dataclasses and users' lists and dicts are taken apart, too."""
+    if isinstance(value, Tensor):  # as most results are
+        return [value], _LEAF
     leaves, structure = tree_flatten(value)
     if not any(map(_is_holder, leaves)):
         return leaves, structure
