@@ -225,7 +225,7 @@ class Graphs:
             seen = look.seen
             seen.note_fact(of_surroundings)
             of_values = met.modules, met.others, met.leaves, met.recorders, self.step_values.referred
-            kind = *key, of_models(*of_values, seen)
+            kind = *key, of_models(*of_values, look)
             seen.close()
             known = seen.ids | look.numbers.keys()
             if not known.isdisjoint(call.containers):
@@ -246,7 +246,8 @@ class Graphs:
             if not self.families:
                 met.first_count = len(met.modules)
             family = self.families[kind] = Family.of(met.first_shapes.pop(key, ()))
-            if len(self.families) == NEW_KINDS and not any(other.graphs for other in self.families.values()):
+            latest = [*self.families.values()][-NEW_KINDS:]
+            if len(latest) == NEW_KINDS and not any(other.graphs for other in latest):
                 self._warn_of_kinds()
         if not family.by_shapes:  # the first of its kind
             family.by_shapes[call.shapes] = None

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import expanded_nn as enn
+from expanded_nn.compile import NEW_KINDS
 from test_compiled_state import compared, trained
 from test_left import Items
 
@@ -632,6 +633,23 @@ def test_an_attribute_that_a_function_finds_by_a_computed_name() -> None:
         model.config.scale_a = 5.0
 
     assert compared(program_of(change), None, Configured) == 2
+
+
+@pytest.mark.parametrize("first", [0, 6])  # the call from which on the number changes, before or after a graph
+def test_a_number_of_the_model_that_changes_at_each_call(first: int) -> None:
+    """Nothing reads it, but code of a library may."""
+    model, x = enn.convert(Masked()).double().per_sample(), torch.randn(4, 8, dtype=torch.float64)
+    model.steps = 0
+    compiled = enn.compile(lambda x, y: trained(model, x, y), backend="eager")
+
+    def calls() -> None:
+        for number in range(first + NEW_KINDS + 4):
+            compiled(x, torch.zeros(4, dtype=torch.long))
+            model.steps += number >= first
+
+    with pytest.warns(enn.PerSampleWarning, match="another kind, as 'steps' of a Masked changes") as warned:
+        calls()
+    assert len(warned) == 1
 
 
 def test_a_default_that_only_the_step_makes() -> None:

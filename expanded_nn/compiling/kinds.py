@@ -186,19 +186,19 @@ def of_models(
     leaves: Sequence[Tensor],
     recorders: Sequence[Recorder],
     referred: Referred,
-    seen: Seen,
+    look: Look,
 ) -> Hashable:
     """A key for the state of modules: their children, attributes and hooks, and which gradients and rows they hold.
 
     Modules and parameters count by their ids, as the modules are kept; buffers and tensors among the attributes by
     their shapes and dtypes, and by which of them are one tensor. Other attributes are looked into as in `StepValues`,
-    by the names in the methods of the module and in the functions of the step. What is looked at is noted in `seen`.
+    by the names in the methods of the module and in the functions of the step. What is looked at is noted in `look`.
     The step does not call `others`: their gradients and rows do not count, but for the `leaves` whose gradients it
     reads or sets. Recorders count by their number: `per_sample` makes another one, to which a graph may give its rows.
     """
     if any(isinstance(module, ScriptModule) for module in modules):
         raise OnlyEager("it calls a module of TorchScript (call that before the step, and give it what it returns)")
-    others = [module for module in others if not isinstance(module, ScriptModule)]
+    others, seen = [module for module in others if not isinstance(module, ScriptModule)], look.seen
     key: list[Any] = [(recorder.settings, recorder.rows_stand_alone) for recorder in recorders]
     numbers: dict[Any, int] = {recorder: number for number, recorder in enumerate(recorders)}
     add = key.append
@@ -235,11 +235,12 @@ def of_models(
                 add((name, _of_kept(value, names, seen)))
             elif type(value) in PLAIN:
                 add((name, key_of_plain(value)))
+                look.items[id(module), name] = module, key[-1]
             else:  # a configuration that many modules have
-                look = id(value), type(module)
+                by_class = id(value), type(module)
                 add(name)
-                add(id(value) if look in looked_into else Look([value], names_of[look[1]], seen).checked())
-                looked_into.add(look)
+                add(id(value) if by_class in looked_into else Look([value], names_of[by_class[1]], seen).checked())
+                looked_into.add(by_class)
         for name in HOOKS:
             if attributes[name]:
                 key += map(by_identity, attributes[name].values())
