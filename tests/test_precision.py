@@ -226,6 +226,20 @@ def test_mean_of_clipped_rows_whose_sum_is_too_large(dtype: torch.dtype) -> None
 
 
 @halves
+@pytest.mark.parametrize("size", [1e-1, 1e-3, 1e-4])
+def test_small_gradients_that_are_scaled_between_backwards(dtype: torch.dtype, size: float) -> None:
+    """In float16 products of such numbers are zero, and the numbers themselves are rounded to few digits."""
+    model = enn.convert(nn.Sequential(nn.Linear(40, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)).per_sample()
+    for _ in range(3):
+        scores = model(torch.randn(5, 40).to(dtype))
+        (size * F.cross_entropy(scores.float(), torch.randint(3, (5,)))).backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(0.3)
+    assert all(len(rows) == 15 for rows in enn.per_sample_grads(model).values())
+
+
+@halves
 def test_sums_over_many_positions_do_not_stall(dtype: torch.dtype) -> None:
     """In bfloat16 256 + 1 is 256: a sum of 4096 ones, one after the other, would never get further."""
     layers = {

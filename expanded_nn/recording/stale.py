@@ -148,7 +148,13 @@ def _sum_of_rows(leaf: Leaf) -> tuple[Tensor, Tensor]:
         total = factored.weighted_sum(weights)
         size = factored.sum_of_magnitudes(weights).norm()  # the rows' own norm is small where their terms cancel
     epsilon = torch.finfo(rows.dtype).eps
-    return total, size * epsilon * 8 * max(1, rows.shape[0])
+    return total, (size * epsilon + _rounding_of_smallest(total)) * 8 * max(1, rows.shape[0])
+
+
+def _rounding_of_smallest(x: Tensor) -> float:
+    """A bound on the norm of the rounding of numbers near zero, whose precision is absolute; it matters in float16."""
+    known = torch.finfo(x.dtype)
+    return float(known.tiny * known.eps * x.numel() ** 0.5)
 
 
 def _rows_cancel(leaf: Leaf) -> bool:
@@ -172,9 +178,11 @@ def _is_multiple(grad: Tensor, total: Tensor, rounding: Tensor) -> bool:
     grad = grad.detach().to_dense() if grad.is_sparse else grad.detach()
     if grad.shape != total.shape:
         return False
-    length = total.norm()
+    wide = torch.promote_types(torch.promote_types(grad.dtype, total.dtype), torch.float32)
+    own, total = grad.to(wide), total.to(wide)  # in float16 products of small numbers are zero
+    size, length = own.norm(), total.norm()
     if not bool(length > rounding):
-        return bool(grad.norm() <= rounding)  # both are rounding noise, of rows that cancel
-    factor = torch.sum(grad * total.conj()) / length.square()
-    size = grad.norm()
-    return bool((grad - factor * total).norm() <= rounding / length * size + OF_MULTIPLES.of(grad.dtype, float(size)))
+        return bool(size <= rounding)  # both are rounding noise, of rows that cancel
+    factor = torch.sum(own * total.conj()) / length.square()
+    of_grad = OF_MULTIPLES.of(grad.dtype, float(size)) + 8 * _rounding_of_smallest(grad)
+    return bool((own - factor * total).norm() <= rounding / length * size + of_grad)
