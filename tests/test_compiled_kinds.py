@@ -652,6 +652,15 @@ def test_a_number_of_the_model_that_changes_at_each_call(first: int) -> None:
     assert len(warned) == 1
 
 
+def test_a_tensor_that_a_trace_does_not_see_runs_eagerly() -> None:
+    def program(model: Any, wrap: Any) -> Any:
+        step = wrap(lambda x, y: trained(model, x.as_subclass(Tensor), y))
+        return lambda number, x, y: step(x, y), None
+
+    with pytest.warns(enn.PerSampleWarning, match=r"in a way that no trace sees, such as x\.as_subclass"):
+        compared(program, None, Masked)
+
+
 def test_a_default_that_only_the_step_makes() -> None:
     """A look at a dict takes no default from it, which would be an item that the step finds."""
 

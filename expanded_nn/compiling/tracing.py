@@ -166,6 +166,8 @@ def trace(
     if unused:  # it was printed, or kept outside of the step, where it would be the same symbol for ever
         raise reading(unused[0])
     constants = _lifted(graph)
+    if any(isinstance(constant, FakeTensor) for constant in constants):
+        raise OnlyEager("it makes a tensor in a way that no trace sees, such as x.as_subclass(...) (do so before it)")
     trained = _trained(constants, leaves, with_grads | changed)
     if trained:
         others += trained
