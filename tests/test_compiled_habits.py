@@ -275,6 +275,7 @@ class Cycles(nn.Module):
         return self.layer(x)  # type: ignore[no-any-return]
 
 
+@pytest.mark.filterwarnings("ignore:Pickle, copy, and deepcopy support:DeprecationWarning")  # of Python 3.13
 def test_an_iterator_of_a_module() -> None:
     def program(model: Any, wrap: Any) -> Any:
         compiled = wrap(lambda x, y: trained(model, x, y, next(model.scales)))

@@ -302,7 +302,26 @@ UNDER_AUTOCAST: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, .
     "group norm": (lambda x, w: F.group_norm(x, 2, w), (3, 4, 8), (4,)),
     "vecdot": (torch.linalg.vecdot, (3, 5, 8), (8,)),
     "mv": (lambda x, w: torch.stack([torch.mv(part, w) for part in x.float()]), (3, 5, 8), (8,)),
+    "cross entropy": (lambda x, w: F.cross_entropy((x @ w).mT, labels(x), reduction="none"), (3, 5, 8), (8, 8)),
+    "nll": (lambda x, w: F.nll_loss((x @ w).mT, labels(x), reduction="none"), (3, 5, 8), (8, 8)),
+    "l1": (lambda x, w: F.l1_loss(x @ w, torch.ones_like(x @ w), reduction="none"), (3, 5, 8), (8, 8)),
+    "logits": (
+        lambda x, w: F.binary_cross_entropy_with_logits(x @ w, torch.ones_like(x @ w), reduction="none"),
+        (3, 5, 8),
+        (8, 8),
+    ),
+    "poisson": (lambda x, w: F.poisson_nll_loss(x @ w, torch.ones_like(x @ w), reduction="none"), (3, 5, 8), (8, 8)),
+    "hinge": (lambda x, w: F.hinge_embedding_loss(x @ w, torch.ones_like(x), reduction="none"), (3, 5, 8), (8, 8)),
+    "cosine": (
+        lambda x, w: F.cosine_embedding_loss(x[:, 0] @ w, x[:, 1] @ w, torch.ones(len(x)), reduction="none"),
+        (3, 5, 8),
+        (8, 8),
+    ),
 }
+
+
+def labels(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[1]).expand(x.shape[:2])
 
 
 class Operation(nn.Module):
@@ -340,6 +359,33 @@ def test_operations_have_the_dtype_that_autocast_gives(name: str, is_low: bool) 
         (wanted,) = torch.autograd.grad(alone.float().square().sum(), [plain.weight])
         far = (model[0].weight.grad_sample[i] - wanted).norm()
         assert far < 0.03 * wanted.norm() + 1e-3
+
+
+@pytest.mark.parametrize("loss", [F.cross_entropy, F.mse_loss, F.binary_cross_entropy_with_logits])
+def test_a_loss_that_the_model_returns_under_autocast(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Its mean over the samples, in a model with a parameter of its own."""
+
+    class Returns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.scale = nn.Linear(8, 3), nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return loss(self.layer(x) * self.scale, y)
+
+    plain, x, y = Returns(), torch.randn(5, 8), torch.rand(5, 3).softmax(1)
+    model = enn.convert(plain).per_sample()
+    for _ in range(3):
+        model.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found, expected = model(x, y), plain(x, y)
+        assert found.dtype == expected.dtype == torch.float32
+        assert relative_error(found, expected) < 1e-2
+        found.backward()
+    for i in range(5):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            (wanted,) = torch.autograd.grad(plain(x[i : i + 1], y[i : i + 1]), [plain.layer.weight])
+        assert relative_error(model.layer.weight.grad_sample[i], wanted) < 2e-2
 
 
 def test_autocast_does_not_reach_rows_of_several_positions() -> None:

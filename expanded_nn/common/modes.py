@@ -25,8 +25,8 @@ unseen = torch._C.DisableTorchFunction  # hides operations from modes, and from 
 _NOTHING = nullcontext()
 pad_sequence = torch._C._nn.pad_sequence  # what a mode is told of where torch.nn.utils.rnn.pad_sequence is called
 set_grad_enabled = torch._C._set_grad_enabled  # torch.no_grad() takes eight times as long
-# Something new after each change of a dict. From Python 3.13 on torch's version misses attributes that are set, as Python
-# tells nobody who watches their dict.
+# Something new after each change of a dict. From Python 3.13 on torch's version misses attributes that are set: Python
+# tells nobody of them who watches their dict.
 _has_versions = sys.version_info < (3, 13)
 dict_version: Callable[[Any], object] = (
     torch._C._dynamo.guards.dict_version if _has_versions else lambda items: object()

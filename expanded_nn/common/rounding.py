@@ -26,7 +26,7 @@ class Bound(NamedTuple):
         return float(min(self.roots * eps**0.5, self.most) * own_size + of_inputs)
 
 
-OF_RESULTS = Bound(roots=100, roundings=1000)
+OF_RESULTS = Bound(roots=100, most=0.1, roundings=1000, most_of_inputs=0.01)
 OF_ROWS = Bound(roots=100, most=0.05, roundings=30, most_of_inputs=0.01)
 OF_GRADIENTS = Bound(roots=inf, most=0.03, roundings=30)  # whole ones: rounding decides a few of the forward's `x > 0`
 OF_COARSE_GRADIENTS = Bound(roots=inf, most=0.2, roundings=30)  # in bfloat16
@@ -52,7 +52,9 @@ def near(plain: Tensor, other: Tensor, size: float = 0.0) -> bool:
 
 def are_near(x: Tensor, other: Tensor) -> bool:
     """Whether two results differ by no more than rounding, each number measured by its own size."""
-    return torch.allclose(x, other, rtol=1e-2 if x.dtype.itemsize < 4 else 1e-4, equal_nan=True)
+    share = 1e-2 if min(x.dtype.itemsize, other.dtype.itemsize) < 4 else 1e-4
+    dtype = torch.promote_types(x.dtype, other.dtype)  # under autocast one may be of lower precision
+    return torch.allclose(x.to(dtype), other.to(dtype), rtol=share, equal_nan=True)
 
 
 def has_numbers(x: Any) -> bool:

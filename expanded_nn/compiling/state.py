@@ -229,9 +229,11 @@ def _is_constant(name: str, member: Any) -> bool:
 
 @cache
 def slots_of(cls: Any) -> list[str]:
-    """The attributes for which the instances of a class have slots."""
+    """The attributes for which the instances of a class have slots, and no property of a subclass in their place."""
+    members = {name: member for base in reversed(cls.__mro__) for name, member in vars(base).items()}
     attributes = [vars(base) for base in cls.__mro__ if "__slots__" in vars(base)]  # classes written in C have none
-    return [name for names in attributes for name, member in names.items() if type(member) is MemberDescriptorType]
+    slots = [item for names in attributes for item in names.items() if type(item[1]) is MemberDescriptorType]
+    return [name for name, member in slots if members[name] is member]
 
 
 def is_of_trace(value: Any) -> bool:

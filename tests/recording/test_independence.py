@@ -78,6 +78,42 @@ def test_samples_that_meet_are_refused(mix: Callable[[Tensor], Tensor], escalate
             train(model, steps=8)  # half of the samples may have the largest number
 
 
+class Scaled(Between):
+    """The same, with a parameter of its own."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(between)
+        self.scale = nn.Parameter(torch.ones(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.between(self.first(x) * self.scale))
+
+
+@pytest.mark.parametrize("begins", [0, 6])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("autocast", [True, False])
+@pytest.mark.parametrize("make", [Between, Scaled])
+@pytest.mark.parametrize("mix", [MIXES[name] for name in ("mean", "largest of all", "norm of all")])
+def test_samples_that_meet_in_low_precision(
+    mix: Callable[[Tensor], Tensor], make: type[Between], autocast: bool, dtype: torch.dtype, begins: int
+) -> None:
+    steps_before: list[int] = []
+    plain = make(lambda h: mix(h) if len(steps_before) >= begins else h)
+    model = enn.convert(plain.float() if autocast else plain.to(dtype)).per_sample()
+    x = torch.randn(16, 4, dtype=torch.float32 if autocast else dtype) + 1
+
+    def steps() -> None:
+        for number in range(40):
+            with torch.autocast("cpu", dtype=dtype, enabled=autocast):
+                y = model(x)
+            model.zero_grad()
+            y.float().square().sum(1).mean().backward()
+            steps_before.append(number)
+
+    with pytest.raises(enn.PerSampleError, match=f"{MEETS}|{IN_OTHER_ROWS}|another result than sample by sample"):
+        steps()
+
+
 def test_mixing_that_begins_later_is_refused_soon_after() -> None:
     mixes = []
     model = enn.convert(Between(lambda h: h - h.mean(0) if mixes else h)).per_sample()

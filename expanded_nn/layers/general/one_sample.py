@@ -249,7 +249,7 @@ def _as_under_autocast(func: Any, args: Any, kwargs: Any) -> Any:
     lower = None if device is None else autocast_dtype(device)
     if device is None or lower is None:
         return func(*args, **kwargs)
-    if func in _IN_LOWER or (func in _IN_HIGHER and device == "cpu"):
+    if func in _IN_LOWER or func in _LOSSES or (func in _IN_HIGHER and device == "cpu"):
         dtype = lower if func in _IN_LOWER else torch.float32
         args, kwargs = tree_map(partial(_cast, dtype=dtype), (args, kwargs))
     with torch.autocast(device, enabled=False):
@@ -275,11 +275,13 @@ _ATTENTIONS = {F.scaled_dot_product_attention, F.multi_head_attention_forward}
 _CORRECTED = {Tensor.register_hook, Tensor.view, F.batch_norm, F.embedding, F.embedding_bag, F.linear}
 _STRIDED = [*functions("as_strided", "as_strided_copy"), torch.ops.aten.as_strided, torch.ops.aten.as_strided.default]
 _KEEP_DTYPE = functions("layer_norm", "group_norm")  # of whose parts the batching rules promote
-# what autocast computes in its dtype, in float32 on a CPU, and as it is; the others it sees under a `vmap`, too
+# what autocast computes in its dtype, in float32 (the last ones on a CPU alone), and as it is; the others it sees there
 _IN_LOWER = {*functions("addmm", "baddbmm", "addbmm", "prelu", "scaled_dot_product_attention"), torch.linalg.vecdot}
 _IN_LOWER.update(functions(*(f"conv{kind}{dims}d" for kind in ("", "_transpose") for dims in (1, 2, 3))))
+_LOSSES = {*functions("cross_entropy", "nll_loss", "l1_loss", "binary_cross_entropy_with_logits", "poisson_nll_loss")}
+_LOSSES.update(functions("hinge_embedding_loss", "cosine_embedding_loss"))
 _IN_HIGHER = {*filter(callable, vars(torch.fft).values()), *functions("cdist")}
-_OF_AUTOCAST = _IN_LOWER | _IN_HIGHER | {*functions("mv", "dot")}
+_OF_AUTOCAST = _IN_LOWER | _LOSSES | _IN_HIGHER | {*functions("mv", "dot")}
 _CORRECTED |= {*WITHOUT_RULE, *_ATTENTIONS, *_DERIVATIVES, *_REQUIRES, *_STRIDED, *_KEEP_DTYPE, *_OF_AUTOCAST}
 
 
