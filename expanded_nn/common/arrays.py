@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
+from copy import copy
 from typing import Any
 
 _ARRAYS: Any = bytearray | array
@@ -36,9 +37,14 @@ def key_of_numbers(value: Any) -> tuple[Any, ...]:
     return bytes_of(value), getattr(value, "shape", None), getattr(getattr(value, "dtype", None), "str", None)
 
 
+def copied(value: Any) -> Any:
+    """A copy of an array, or of a number of C."""
+    return type(value).from_buffer_copy(value) if isinstance(value, NUMBERS_OF_C) else copy(value)
+
+
 def put_numbers(owner: Any, before: Any) -> None:
-    """Gives an array the numbers of a copy of it, or a number of C its bytes."""
+    """Gives an array, or a number of C, the numbers of a copy of it."""
     if isinstance(owner, NUMBERS_OF_C):
-        memoryview(owner).cast("B")[:] = before
+        memoryview(owner).cast("B")[:] = bytes_of(before)
     else:
         owner[slice(None) if isinstance(owner, _ARRAYS) else ...] = before

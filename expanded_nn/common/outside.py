@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict, UserDict, deque
 from collections.abc import Iterable
-from copy import copy
 from functools import cached_property, lru_cache, partial, partialmethod
 from operator import is_
 from types import CellType, FunctionType, MethodType, ModuleType
@@ -14,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from expanded_nn._errors import NOT_THE_USERS
-from expanded_nn.common.arrays import bytes_of, has_numbers, is_counter, put_numbers
+from expanded_nn.common.arrays import bytes_of, copied, has_numbers, is_counter, put_numbers
 from expanded_nn.common.batch import NUMBERS
 from expanded_nn.common.bytecode import codes_in, global_names
 
@@ -171,7 +170,7 @@ def kept_in(values: Iterable[Any]) -> list[tuple[Any, Any]]:
 
 def _with_copy(container: Any) -> tuple[Any, Any]:
     if has_numbers(container):
-        return container, copy(container)
+        return container, copied(container)
     base = _base_of(container)
     return container, dict(base.items(container)) if isinstance(container, dict) else list(base.__iter__(container))
 

@@ -6,7 +6,6 @@ import gc
 from collections import deque
 from collections.abc import Callable, Iterable, MappingView
 from contextvars import ContextVar
-from copy import copy
 from functools import cache, partial
 from types import BuiltinMethodType, FunctionType, MappingProxyType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, cast
@@ -15,7 +14,7 @@ from weakref import ReferenceType
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from expanded_nn.common.arrays import NUMBERS_OF_C, bytes_of, has_numbers, put_numbers
+from expanded_nn.common.arrays import NUMBERS_OF_C, bytes_of, copied, has_numbers
 from expanded_nn.common.batch import contents
 from expanded_nn.common.outside import CACHED, FILLED_ANEW, LISTS, NOTHING, put_back
 from expanded_nn.common.steady import OWN_STATE
@@ -40,7 +39,7 @@ class State:
     have attributes of the user's.
 
     Attributes:
-        kept: Lists, dicts and the like, each with a copy.
+        kept: Lists, dicts, arrays and the like, each with a copy.
         of_owners: The ids of those dicts that are the attributes of something, whose order says nothing.
     """
 
@@ -92,7 +91,7 @@ class State:
                 left += gc.get_referents(value)
             elif has_numbers(value):
                 if getattr(value, "nbytes", 0) <= 8 * MOST:
-                    self._keep(_Numbers(value))
+                    self.kept.append((value, copied(value)))
             elif isinstance(value, nn.Module) or cls in _SUMS:
                 left += [cls, *([self._attributes_of(value)] if hasattr(value, "__dict__") else ())]
                 left += self._kept_attributes(value, slots_of(cls))
@@ -136,7 +135,7 @@ class State:
     def restore(self) -> None:
         """Puts all of them back."""
         for container, before in self.kept:
-            if isinstance(container, (dict, *FILLED_ANEW)):
+            if isinstance(container, (dict, *FILLED_ANEW)) or has_numbers(container):
                 put_back(container, before)
                 continue
             now = dict(container.items())
@@ -152,9 +151,11 @@ def key_of(container: Any) -> int:
 
 
 def items_in(container: Any) -> dict[Any, Any]:
-    """The items of a list, a dict or the like by their places; none of a set, which has no places."""
+    """The items of a list, a dict or the like by their places; an array is one; none of a set, which has no places."""
     if isinstance(container, set):
         return {}
+    if has_numbers(container):
+        return {"a number of C" if isinstance(container, NUMBERS_OF_C) else "an array": bytes_of(container)}
     return dict(enumerate(container)) if isinstance(container, LISTS) else dict(container.items())
 
 
@@ -194,21 +195,6 @@ def shows_others(value: Any) -> bool:
     """Whether it shows what another object holds, or holds objects that its bytes do not tell."""
     is_of_objects = has_numbers(value) and getattr(getattr(value, "dtype", None), "hasobject", False)
     return isinstance(value, MappingView | memoryview) or is_of_objects
-
-
-class _Numbers:
-    """The numbers of an array or of C, as a dict of one item that can be put back."""
-
-    def __init__(self, owner: Any) -> None:
-        self.owner, self.numbers = owner, bytes_of(owner)
-        self.before = None if isinstance(owner, NUMBERS_OF_C) else copy(owner)
-
-    def items(self) -> Iterable[tuple[str, Any]]:
-        numbers, is_of_c = bytes_of(self.owner), isinstance(self.owner, NUMBERS_OF_C)
-        return [("a number of C" if is_of_c else "an array", self.numbers if numbers == self.numbers else numbers)]
-
-    def put(self, new: Iterable[str], changed: dict[str, Any]) -> None:
-        put_numbers(self.owner, self.numbers if self.before is None else self.before)
 
 
 class _InContext:
