@@ -56,7 +56,7 @@ class RandomStates:
     sources: list[Source]  # of each generator, what gets its state and what sets it
 
     def __init__(self, holders: Any = ()) -> None:
-        held = [value for module in holders if isinstance(module, nn.Module) for value in attributes_of(module)]
+        held = attributes_of(holder for holder in holders if isinstance(holder, nn.Module))
         generators = {id(leaf): leaf for leaf in tree_leaves([holders, held]) if is_generator(leaf)}
         self.sources = [(torch.get_rng_state, torch.set_rng_state), (random.getstate, random.setstate)]
         numpy = sys.modules.get("numpy")
@@ -89,10 +89,10 @@ class RandomStates:
         return True
 
 
-def attributes_of(module: nn.Module) -> list[Any]:
-    """The attributes of a module, without parameters, modules and empty dictionaries."""
-    attributes = [value for name, value in vars(module).items() if name not in OURS]
-    return [value for value in attributes if not (isinstance(value, dict) and not value)]
+def attributes_of(modules: Iterable[nn.Module]) -> list[Any]:
+    """The values of the attributes of modules, but for ours, parameters, modules, and tables without hooks."""
+    pairs = (pair for module in modules for pair in vars(module).items() if pair[0] not in OURS)
+    return [value for name, value in pairs if name not in HOOK_TABLES or value]
 
 
 def is_generator(value: Any) -> bool:
@@ -138,7 +138,7 @@ class StateBefore:
         for member in module.modules():
             self._keep({key: value for key, value in vars(member).items() if key not in OURS}, vars(member))
         # within objects that these hold, no tensors, which may be a data set
-        self.containers += [pair for pair in kept_in(_held_by(module.modules())) if id(pair[0]) not in self.seen]
+        self.containers += [pair for pair in kept_in(attributes_of(module.modules())) if id(pair[0]) not in self.seen]
         self._keep(arguments, deep=True)
 
     def _keep(self, value: Any, container: Any = None, *, deep: bool = False) -> None:
@@ -309,7 +309,7 @@ class Undo:
 
     def __init__(self, modules: list[nn.Module]) -> None:
         self.attributes, self.random = Attributes(modules), RandomStates()
-        held = [*_held_by(modules)]
+        held = attributes_of(modules)
         self.containers = kept_in(held)
         tensors = [x for x in tree_leaves(held) if isinstance(x, Tensor) and not x.requires_grad]
         are_small = not is_traced() and all(map(_is_plain, tensors)) and sum(map(Tensor.numel, tensors)) <= MOST_COPIED
@@ -360,12 +360,12 @@ class Traces(Attributes):
         super().__init__(modules)
         self.arguments = arguments
         self.before = self._held()
-        held = tree_leaves(list(map(attributes_of, modules)))
+        held = tree_leaves(attributes_of(modules))
         self.writes = _Writes([x for x in held if isinstance(x, Tensor) and not x.requires_grad])
         self.arrays = kept_in(filter(is_counter, held))
 
     def _held(self) -> list[tuple[Any, int]]:
-        held = contents([*map(attributes_of, self.modules), self.arguments])
+        held = contents([*attributes_of(self.modules), self.arguments])
         return [(value, getattr(value, "_version", 0)) for value in held if not isinstance(value, torch.dtype)]
 
     def take_back(self) -> bool:
@@ -439,13 +439,7 @@ def _of_weights(hooks: dict[int, Any]) -> OrderedDict[int, Any]:
 
 def _objects_of(modules: list[nn.Module]) -> list[Any]:
     """The objects of the user's own classes that the attributes of modules hold, each once."""
-    return list(filter(is_users_object, holders_in(_held_by(modules))))
-
-
-def _held_by(modules: Iterable[nn.Module]) -> Iterator[Any]:
-    """The values of the attributes of modules, but for ours, and for tables without hooks."""
-    pairs = (pair for module in modules for pair in vars(module).items() if pair[0] not in OURS)
-    return (value for name, value in pairs if name not in HOOK_TABLES or value)
+    return list(filter(is_users_object, holders_in(attributes_of(modules))))
 
 
 def _hooks_of(parameter: Tensor) -> Iterator[tuple[str, int]]:

@@ -97,9 +97,8 @@ class Constants:
 def tables_of(modules: Iterable[nn.Module]) -> list[Noted]:
     """The tensors in attributes of modules and of their classes, and in variables around these that methods name."""
     held = [module for module in modules if getattr(module, "calls_others", True)]
-    values = chain.from_iterable(attributes_of(module) for module in held)
     of_classes = chain.from_iterable(map(_of_class, {type(module) for module in held}))
-    found = {id(x): x for x in contents([*values, *of_classes]) if type(x) is Tensor}
+    found = {id(x): x for x in contents([*attributes_of(held), *of_classes]) if type(x) is Tensor}
     return [Noted(x) for x in found.values() if not (x.requires_grad or x.is_inference())]
 
 

@@ -152,7 +152,7 @@ class Halves:
         """
         tables = ((table, table.tensor()) for table in self.recorder.escalation.tables)
         unchanged = {id(x) for table, x in tables if x is not None and table.is_as_it_was(x)}
-        held = contents([*map(attributes_of, self.module.modules())])
+        held = contents(attributes_of(self.module.modules()))
         states = (x for x in held if isinstance(x, Tensor) and id(x) not in unchanged)
         return any(size >= self.batch for x in states for size in x.shape[:2])
 
