@@ -96,11 +96,6 @@ class Run:
         self.made: list[weakref.ref[Tensor]] = []  # the tensors that must not outlive the forward
         self.hooks = checkpoint_hooks()
 
-    @property
-    def order(self) -> Any:
-        """What looks at the order of the samples, if that is looked at."""
-        return self.recorder.order
-
     def __enter__(self) -> None:
         self.mode = self._looks_at()
         self.mode.__enter__()
@@ -262,9 +257,6 @@ class Batched(Tensor):
         made.__dict__["source" if made.is_computed else "value"] = value
         return made
 
-    def __init__(self, value: Tensor | Derived, run: Run) -> None:
-        pass
-
     @cached_property
     def value(self) -> Tensor:  # (B, *shape)
         assert self.source is not None
@@ -286,7 +278,8 @@ class Batched(Tensor):
         rule = RULES.get(func)
         try:
             run = _RUNNING.runs[-1] if _RUNNING.runs else None
-            if run is not None and run.order is not None and run.order.reasons((args, kwargs)):
+            order = None if run is None else run.recorder.order
+            if order is not None and order.reasons((args, kwargs)):
                 raise NotInTable(func)
             try:
                 result = (rule or by_vmap)(func, args, kwargs or {})
