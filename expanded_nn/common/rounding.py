@@ -57,7 +57,7 @@ def are_near(x: Tensor, other: Tensor) -> bool:
     return torch.allclose(x.to(dtype), other.to(dtype), rtol=share, equal_nan=True)
 
 
-def has_numbers(x: Any) -> bool:
+def is_comparable(x: Any) -> bool:
     """Whether it is a tensor whose numbers can be compared."""
     return isinstance(x, Tensor) and may_have_derivatives(x) and x.layout is torch.strided and not x.is_nested
 
@@ -65,7 +65,7 @@ def has_numbers(x: Any) -> bool:
 def are_like(plain: Sequence[Any], results: Sequence[Any]) -> bool:
     """Whether results have the plain ones' numbers, as far as shapes tell: they may have a copy for each sample."""
     pairs = zip(plain, results, strict=False)
-    return all(_is_like(x.detach(), y.detach()) for x, y in pairs if has_numbers(x) and has_numbers(y))
+    return all(_is_like(x.detach(), y.detach()) for x, y in pairs if is_comparable(x) and is_comparable(y))
 
 
 def _is_like(plain: Tensor, result: Tensor) -> bool:

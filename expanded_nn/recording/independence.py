@@ -32,7 +32,7 @@ from expanded_nn.common.containers import is_packed, leaves_of, rebuilt
 from expanded_nn.common.meanwhile import quiet
 from expanded_nn.common.modes import uncounted, unseen, without_fused_inference
 from expanded_nn.common.outside import is_a_users_hook
-from expanded_nn.common.rounding import are_equal, are_like, are_near, has_numbers, near
+from expanded_nn.common.rounding import are_equal, are_like, are_near, is_comparable, near
 from expanded_nn.common.steady import Attributes, BeforeForward, RandomStates, attributes_of
 from expanded_nn.common.traced import wait_for_values
 from expanded_nn.factored import FactoredTensor
@@ -294,7 +294,7 @@ class Halves:
         taken there, and an argument has B in another one.
         """
         found: list[int | None] = [None] * len(whole)
-        sums: dict[int, Any] = {place: 0 for place, x in enumerate(whole) if has_numbers(x) and not x.dim()}
+        sums: dict[int, Any] = {place: 0 for place, x in enumerate(whole) if is_comparable(x) and not x.dim()}
         for half in (self.half, [i for i in range(self.batch) if i not in self.half]):
             pairs = zip(self.leaves, dims, strict=True)
             part = [leaf if dim is None else _taken(leaf, dim, half, self.batch) for leaf, dim in pairs]
@@ -366,7 +366,7 @@ class Halves:
             self._result(self.plain, self.leaves)  # it draws, so that the next one draws other numbers
             again = self._result(self.plain, self.leaves)
         pairs = zip(whole, again, strict=True)
-        return not all(are_equal(x, y) for x, y in pairs if has_numbers(x) and has_numbers(y))
+        return not all(are_equal(x, y) for x, y in pairs if is_comparable(x) and is_comparable(y))
 
     def run(self, forward: Callable[[Any, Any], Any], leaves: list[Any]) -> tuple[list[Any], bool]:
         """What is in the result of a forward, and whether it has drawn random numbers, which are put back."""
@@ -471,12 +471,12 @@ def _are_in(rows: Tensor, others: Tensor) -> bool:
 
 def _is_clear(x: Any, batch: int) -> bool:
     """Whether the samples can stand in one dimension alone."""
-    return has_numbers(x) and list(x.shape).count(batch) == 1
+    return is_comparable(x) and list(x.shape).count(batch) == 1
 
 
 def _has_no_half(whole: Any, of_half: Any, batch: int) -> bool:
     """Whether a result has B rows for half of the samples as well, and others than for all."""
-    is_whole = _is_clear(whole, batch) and has_numbers(of_half) and whole.shape == of_half.shape
+    is_whole = _is_clear(whole, batch) and is_comparable(of_half) and whole.shape == of_half.shape
     return is_whole and not near(whole.detach(), of_half, 1.0)
 
 
@@ -492,7 +492,7 @@ def _place(whole: Any, of_half: Any, half: list[int], batch: int) -> int | None:
 
     It is `MEET` where that is something else.
     """
-    if not (has_numbers(whole) and has_numbers(of_half)) or whole.dim() != of_half.dim():
+    if not (is_comparable(whole) and is_comparable(of_half)) or whole.dim() != of_half.dim():
         return None
     sizes = list(zip(whole.shape, of_half.shape, strict=True))
     differing = [dim for dim, (size, size_of_half) in enumerate(sizes) if size != size_of_half]
