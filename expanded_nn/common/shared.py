@@ -58,6 +58,15 @@ def shared_or_none(weight: Tensor | None) -> Tensor | None:
     return None if weight is None else shared(weight)
 
 
+def with_dims(
+    value: Tensor,  # (B, *shape)
+    dims: int,
+) -> Tensor:  # (B, 1, …, 1, *shape)
+    """A value with `dims` dimensions behind the samples."""
+    missing = dims + 1 - value.dim()
+    return value.reshape(value.shape[0], *[1] * missing, *value.shape[1:]) if missing else value
+
+
 def as_no_view(output: Tensor) -> Tensor:
     """`output`, to autograd no view, so that the next layer may change it in place after a Function."""
     if not output._is_view():

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn.common.batch import in_memory_order
 from expanded_nn.common.modes import is_batched
-from expanded_nn.common.shared import as_no_view, is_constant, is_shared, shared, shared_or_none
+from expanded_nn.common.shared import as_no_view, is_constant, is_shared, shared, shared_or_none, with_dims
 from expanded_nn.core import cost
 from expanded_nn.modules.base import Expanded
 from expanded_nn.modules.outside import refuse_other_channels, refuse_other_shapes
@@ -30,14 +30,6 @@ from expanded_nn.recording.expand import saved_tensors
 aten = torch.ops.aten
 
 # Norms over the last dimensions
-
-
-def _over_positions(
-    parameter: Tensor,  # (B, *normalized_shape)
-    dims: int,
-) -> Tensor:  # (B, 1, ..., 1, *normalized_shape)
-    """A parameter with as many dimensions as the input."""
-    return parameter.reshape(parameter.shape[0], *[1] * (dims - parameter.dim()), *parameter.shape[1:])
 
 
 def _rows(
@@ -133,7 +125,7 @@ class _OfPositions(torch.autograd.Function):
         else:  # not by torch's own backward: the derivative of that of its layer norm is wrong
             xhat, rstd = standardized(x.to(dtype), dims, ctx.eps, centered=ctx.centered)
             if ctx.needs_input_grad[0]:
-                gw = g.to(dtype) * _over_positions(weight, g.dim())
+                gw = g.to(dtype) * with_dims(weight, g.dim() - 1)
                 grad_x = _input_grad(gw, xhat, rstd, dims, centered=ctx.centered).to(x.dtype)
             terms = g * xhat
         if ctx.needs_input_grad[1]:
@@ -168,8 +160,8 @@ def layer_norm(
         return _OfPositions.apply(x, weight, bias, normalized_shape, eps, True)  # type: ignore[no-untyped-call,no-any-return]
     refuse_other_shapes("layer_norm", x, normalized_shape, weight=weight, bias=bias)
     y = F.layer_norm(x, list(normalized_shape), eps=eps)
-    y = y if weight is None else y * _over_positions(weight, x.dim())
-    return y if bias is None else y + _over_positions(bias, x.dim())
+    y = y if weight is None else y * with_dims(weight, x.dim() - 1)
+    return y if bias is None else y + with_dims(bias, x.dim() - 1)
 
 
 def rms_norm(
@@ -194,7 +186,7 @@ def rms_norm(
     if is_shared(weight):
         return _OfPositions.apply(x, weight, None, normalized_shape, eps, False)  # type: ignore[no-untyped-call,no-any-return]
     refuse_other_shapes("rms_norm", x, normalized_shape, weight=weight)
-    return F.rms_norm(x, list(normalized_shape), eps=eps) * _over_positions(weight, x.dim())
+    return F.rms_norm(x, list(normalized_shape), eps=eps) * with_dims(weight, x.dim() - 1)
 
 
 class _OverLastDimensions(Expanded):

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from expanded_nn.common.containers import flatten
 from expanded_nn.common.functions import WITHOUT_RULE, is_in_place
 from expanded_nn.common.modes import checkpoint_hooks, no_torch_function, unseen
-from expanded_nn.common.shared import is_shared
+from expanded_nn.common.shared import is_shared, with_dims
 from expanded_nn.core import cost
 from expanded_nn.layers.general.derived import Derived
 from expanded_nn.layers.general.folded import parts_of
@@ -389,12 +389,6 @@ def as_it_looks(func: Any, args: Any, kwargs: Any) -> Any:
     """The rule for questions about a parameter's shape, dtype and the like."""
     with no_torch_function():
         return func(*args, **kwargs)
-
-
-def with_dims(value: Tensor, dims: int) -> Tensor:
-    """A value `(B, *shape)` as `(B, 1, …, 1, *shape)`, with `dims` dimensions behind the samples."""
-    missing = dims + 1 - value.dim()
-    return value.reshape(value.shape[0], *[1] * missing, *value.shape[1:]) if missing else value
 
 
 def beside(own: Batched, dims: int) -> Tensor:

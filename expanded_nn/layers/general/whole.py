@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from expanded_nn.common.functions import attributes, functions, is_in_place
-from expanded_nn.common.shared import cast_shared
+from expanded_nn.common.shared import cast_shared, with_dims
 from expanded_nn.core import cost
 from expanded_nn.layers import conv, norm
 from expanded_nn.layers.activation import prelu
@@ -38,7 +38,6 @@ from expanded_nn.layers.general.batched import (
     reads_of_its_own as reads_of_its_own,
     refuse_unless,
     run_of,
-    with_dims,
 )
 from expanded_nn.layers.general.folded import linear_of_rows
 from expanded_nn.layers.general.folded_rules import (
