@@ -454,13 +454,21 @@ class Graphs:
                 referred=self.met.others,
             )
             kept_line = traced.line_of_kept()
-        if kept_line is not None:
-            _refuse_lost(traced.line_of_kept())
-            raise OnlyEager(
-                f"a tensor of it is kept outside of it, which a graph does not; it was made in {kept_line} "
-                "(return it from the step, and keep it after the call)"
+        if kept_line is None:
+            return traced, Graph(traced, call.shapes, varying, backend_of(*self.given))
+        lost_line = traced.line_of_kept()  # of what was not put back
+        if lost_line is not None:
+            raise complaint(
+                "enn.compile",
+                f"the step keeps a tensor, made in {lost_line}, in what cannot be put back after a trace, so that a "
+                "tensor without values is left there",
+                "a step that keeps tensors in variables, attributes, lists or dicts",
+                "Return the tensor, keep it after the call, and make anew what it is kept in now.",
             )
-        return traced, Graph(traced, call.shapes, varying, backend_of(*self.given))
+        raise OnlyEager(
+            f"a tensor of it is kept outside of it, which a graph does not; it was made in {kept_line} "
+            "(return it from the step, and keep it after the call)"
+        )
 
     def _fault(self, family: Family, reason: str) -> None:
         """Counts a call for which no graph could be made, or whose graph's assumptions failed."""
@@ -499,15 +507,3 @@ class Graphs:
         if text not in self.warnings:
             self.warnings.add(text)
             warn(f"enn.compile: {text}")
-
-
-def _refuse_lost(line: str | None) -> None:
-    """Raises if a tensor of a trace, made in this line, is left where no eager step may find it."""
-    if line is not None:
-        raise complaint(
-            "enn.compile",
-            f"the step keeps a tensor, made in {line}, in what cannot be put back after a trace, so that a tensor "
-            "without values is left there",
-            "a step that keeps tensors in variables, attributes, lists or dicts",
-            "Return the tensor, keep it after the call, and make anew what it is kept in now.",
-        )
