@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from itertools import chain
 from threading import local
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from expanded_nn.recording.callers import is_in_reentrant_checkpoint
 from expanded_nn.recording.order import BetweenLayers
 from expanded_nn.recording.settings import RecorderLike
 
+Value = TypeVar("Value")
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 # The table of whole.py, which fills it: torch's function -> the rule for it. And those of them that compute something.
 RULES: dict[Any, Rule] = {}
@@ -160,13 +161,13 @@ class Run:
         Raises:
             NotInTable: If it changes what it is given, or if something else has more there.
         """
-        assert self.owners is not None
+        owners = known(self.owners)
         dims = max(x.dim() for x in args if isinstance(x, Tensor))
         wide = [x for x in args if isinstance(x, Tensor) and x.dim() == dims]
         refuse_unless(not is_in_place(func) and not any(is_own(x) or x.shape[0] > 1 for x in wide))
         rows = tuple(x[0] if any(x is other for other in wide) else x for x in args)
         y: Tensor = rule(func, rows, kwargs).unsqueeze(0)
-        self.owners.of(y)  # known, it is not taken for one with a row for each sample
+        owners.of(y)  # known, it is not taken for one with a row for each sample
         return y
 
     def batched(self, value: Tensor | Derived) -> Batched:
@@ -373,6 +374,13 @@ def is_own(value: Any) -> bool:
 def refuse_unless(condition: bool) -> None:
     if not condition:
         raise NotInTable
+
+
+def known(value: Value | None) -> Value:
+    """What a rule needs; without it the operation is not in the table."""
+    if value is None:
+        raise NotInTable
+    return value
 
 
 def own_of(value: Any) -> Batched:

@@ -22,6 +22,7 @@ from expanded_nn.layers.general.batched import (
     as_it_looks,
     beside,
     is_own,
+    known,
     own_of,
     refuse_unless,
     run_of,
@@ -35,9 +36,8 @@ from expanded_nn.recording.places import einsum_names
 
 def as_arranged(run: Run, y: Tensor, arrangement: Arrangement) -> Tensor:
     """A result whose rows belong to the samples as those of an operand do."""
-    assert run.owners is not None
     samples = arrangement.samples
-    run.owners.note(y, samples if samples.dim() == y.dim() else samples.reshape(-1, *[1] * (y.dim() - 1)))
+    known(run.owners).note(y, samples if samples.dim() == y.dim() else samples.reshape(-1, *[1] * (y.dim() - 1)))
     return y
 
 
@@ -71,9 +71,8 @@ def with_folded_rows(func: Any, args: Any, kwargs: Any, owners: Owners, dims: in
 def joined_to_rows(func: Any, joined: Sequence[Any], dim: int, run: Run) -> Tensor:
     """Joins parameters and a folded tensor, such as a class token and the patches of images."""
     rows = next(part for part in joined if not is_own(part) and part.requires_grad)
-    arrangement = run.arranged(rows)
+    arrangement = known(run.arranged(rows))
     refuse_unless(dim % rows.dim() > 0 and all(is_own(part) or part is rows for part in joined))
-    assert arrangement is not None
     run.note(func, whole=True)
     parts = [part if part is rows else own_rows(part, arrangement, rows.dim()) for part in joined]
     return as_arranged(run, func(parts, dim), arrangement)
@@ -81,10 +80,9 @@ def joined_to_rows(func: Any, joined: Sequence[Any], dim: int, run: Run) -> Tens
 
 def einsum(func: Any, args: Any, kwargs: Any) -> Tensor:
     """`torch.einsum` with parameters: the samples' index comes in front of the indices of each parameter."""
-    names, operands = einsum_names(*args), args[1:]
+    names, operands = known(einsum_names(*args)), args[1:]
     plain = [place for place, operand in enumerate(operands) if not is_own(operand)]
-    refuse_unless(names is not None and not kwargs and all(map(str.isalpha, "".join(names or ()))))
-    assert names is not None
+    refuse_unless(not kwargs and all(map(str.isalpha, "".join(names))))
     run, after = run_of(operands), names[-1]
     name = names[plain[0]][0] if plain else next(letter for letter in ascii_letters if letter not in "".join(args[0]))
     refuse_unless(
@@ -109,10 +107,8 @@ def einsum(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 def product_by_expert(func: Any, x: Tensor, own: Batched, owners: Owners) -> Tensor:
     """The product of the same rows for each expert, `(E, n, in)`, with the experts' matrices, `(E, in, out)`."""
-    samples, experts = owners.of(x), own.value.shape[1]
-    refuse_unless(samples is not None and x.shape[0] == experts)
-    assert samples is not None
-    samples = constant(samples, [0, 2])
+    samples, experts = constant(known(owners.of(x)), [0, 2]), own.value.shape[1]
+    refuse_unless(x.shape[0] == experts)
     arrangement = owners.arranged(samples[0], x.shape[1])
     own.run.note(func, whole=True)
     y = torch.stack([linear_of_rows(x[e], own.part(e).mT, None, arrangement) for e in range(experts)])
@@ -126,12 +122,10 @@ def _grouped_product(func: Any, args: Any, kwargs: Any) -> Tensor:
     own, ends = own_of(args[1]), kwargs.get("offs", args[2] if len(args) > 2 else None)
     refuse_unless(isinstance(x, Tensor) and not is_own(x))
     options = {name: value for name, value in kwargs.items() if value is not None and name != "offs"}
-    owners, samples = own.run.owners, None if own.run.owners is None else own.run.owners.of(x)
+    owners = known(own.run.owners)
     refuse_unless(isinstance(ends, Tensor) and not options and len(args) < 4)
     refuse_unless(x.dim() == 2 and own.rank == 3 and len(ends) == own.value.shape[1])
-    assert owners is not None
-    assert samples is not None
-    samples, numbers, results = constant(samples, [1]), ends.tolist(), []
+    samples, numbers, results = constant(known(owners.of(x)), [1]), ends.tolist(), []
     refuse_unless(numbers[-1] == len(x))
     own.run.note(func, whole=True)
     for expert, (start, end) in enumerate(zip([0, *numbers], numbers, strict=False)):
