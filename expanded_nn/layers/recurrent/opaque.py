@@ -10,10 +10,10 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from expanded_nn.common.modes import is_autocast
-from expanded_nn.common.operations import registered
 from expanded_nn.common.traced import refuse_values
 from expanded_nn.layers.recurrent.equations import (
     RECURRENCES,
@@ -59,10 +59,15 @@ class Operations:
         _operations().recurrence_loop(self._kind, *sizes, z, list(multipliers), list(weights), *grads)
 
 
+_LIBRARIES: list[torch.library.Library] = []  # the operations go with theirs
+
+
 @cache
 def _operations() -> Any:
     """The operations, registered when a recurrence is traced for the first time."""
+    library = torch.library.Library("expanded_nn", "FRAGMENT")
     operations: list[tuple[str, Callable[..., Any], Callable[..., Any]]] = [
+        # the schema, the function, and one that gives tensors of the results' shapes
         (
             "recurrence(str kind, bool cell, bool keep_gates, Tensor x, Tensor h0, Tensor? c0, Tensor?[] weights) "
             "-> Tensor[]",
@@ -81,7 +86,12 @@ def _operations() -> Any:
             lambda *_: None,
         ),
     ]
-    return registered(operations)
+    for schema, run, fake in operations:
+        name = library.define(schema).partition("(")[0]
+        library.impl(name, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"expanded_nn::{name}", fake, lib=library)
+    _LIBRARIES.append(library)
+    return torch.ops.expanded_nn
 
 
 def _run(kind: str, cell: bool, keep_gates: bool, x: Tensor, h0: Tensor, c0: Any, weights: Any) -> list[Tensor]:
