@@ -89,7 +89,8 @@ class ProjectionStore:
             self._refuse_other_settings(settings, settings | _map_settings(projection))
         self.projection = projection
         if model is not None:
-            wanted = {"version": VERSION} | _map_settings(projection) | _model_settings(model)
+            of_model = {"parameters": _trainable(model), "weights": _digest(model)}
+            wanted = {"version": VERSION} | _map_settings(projection) | of_model
             self._refuse_other_settings(settings or wanted, wanted)
             self._part = _Part(self.folder / f"rank-{_rank()[0]}", wanted)
             self._traits = _traits(model)
@@ -395,10 +396,6 @@ def _flat(settings: dict[str, Any]) -> dict[str, Any]:
 
 def _map_settings(projection: Projection) -> dict[str, Any]:
     return {"dim": projection.dim, "kind": projection.kind, "seed": projection.seed}
-
-
-def _model_settings(model: nn.Module) -> dict[str, Any]:
-    return {"parameters": _trainable(model), "weights": _digest(model)}
 
 
 def _trainable(model: nn.Module) -> dict[str, list[int]]:

@@ -400,7 +400,8 @@ class BeforeForward:
     def __init__(self, module: nn.Module) -> None:
         self.module, members = module, [*module.modules()]
         self.outside = Outside(members)
-        self.attributes = [(owner, dict(vars(owner))) for owner in (*members, *_objects_of(members))]
+        objects = filter(is_users_object, holders_in(attributes_of(members)))  # of the user's own classes, each once
+        self.attributes = [(owner, dict(vars(owner))) for owner in (*members, *objects)]
         self.hooks = [(parameter, {*_hooks_of(parameter)}) for parameter in module.parameters()]
 
     @contextmanager
@@ -435,11 +436,6 @@ def _of_weights(hooks: dict[int, Any]) -> OrderedDict[int, Any]:
     """Those hooks of torch's that compute a weight before each forward, as `weight_norm` and pruning do."""
     own = ((key, hook) for key, hook in hooks.items() if type(hook).__module__.startswith("torch.nn.utils."))
     return OrderedDict(own)
-
-
-def _objects_of(modules: list[nn.Module]) -> list[Any]:
-    """The objects of the user's own classes that the attributes of modules hold, each once."""
-    return list(filter(is_users_object, holders_in(attributes_of(modules))))
 
 
 def _hooks_of(parameter: Tensor) -> Iterator[tuple[str, int]]:

@@ -64,7 +64,8 @@ class Constants:
         """Notes what an operation makes of constants alone, and forgets those that something else is written into."""
         inputs = [] if func in OF_KIND else list(data_in(arguments))
         sets_numbers = func is torch.Tensor.__setitem__ and len(inputs) == 1
-        if all(map(self._is_constant, inputs)) and (inputs or self._makes(func)):
+        makes = func in MAKES or (func in OF_ARRAYS and not self.reads)
+        if all(map(self._is_constant, inputs)) and (inputs or makes):
             if sets_numbers and self.reads_numbers:  # which may be those of samples
                 self._forget(inputs[0])
             self._note(results)
@@ -89,9 +90,6 @@ class Constants:
     def _forget(self, x: Tensor) -> None:
         for changed in (x, x._base):
             self.known.pop(id(changed), None)
-
-    def _makes(self, func: Any) -> bool:
-        return func in MAKES or (func in OF_ARRAYS and not self.reads)
 
 
 def tables_of(modules: Iterable[nn.Module]) -> list[Noted]:
