@@ -8,7 +8,6 @@ is of parameters alone, is left as the plain forward leaves it, and no loss may 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +22,6 @@ from expanded_nn.common.modes import has_no_values, version_of
 from expanded_nn.common.outside import NOTHING
 from expanded_nn.common.rounding import near
 from expanded_nn.common.steady import OURS
-from expanded_nn.layers.general.one_sample import is_of_one_sample
 
 
 class Place(NamedTuple):
@@ -170,11 +168,9 @@ class Before:
 
 
 def are_same_numbers(numbers: Numbers, others: Numbers) -> bool:
-    """Whether two forwards have left the same, but for what is of one sample under `vmap`."""
+    """Whether two forwards have left the same."""
     for place in {*numbers, *others}:
         left, other = numbers.get(place, []), others.get(place, [])
-        if any(map(is_of_one_sample, chain(left, other))):
-            continue
         if len(left) != len(other) or not all(map(_same, left, other)):
             return False
     return True
