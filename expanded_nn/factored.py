@@ -255,14 +255,6 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
     return factored[0]._like([block for part in factored for block in part.blocks], (size, *parts[0].shape[1:]))
 
 
-def parted(rows: FactoredTensor, sizes: Sequence[int]) -> list[Tensor]:
-    """The parts that `joined` has put together, with in-place changes since."""
-    blocks = rows.blocks
-    if rows.is_dense or [size for size, _ in blocks] != list(sizes):
-        return list(rows.dense().split(list(sizes)))
-    return [rows._like([block], (block[0], *rows.shape[1:])) for block in blocks]
-
-
 def as_real(rows: FactoredTensor) -> FactoredTensor:
     """Complex rows as rows of pairs of real numbers, `(B, *shape, 2)`; others as they are."""
     return as_factored(torch.view_as_real(rows.dense().resolve_conj())) if rows.is_complex() else rows

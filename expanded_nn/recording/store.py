@@ -13,7 +13,7 @@ from expanded_nn._errors import warn
 from expanded_nn.common.modes import running_backward
 from expanded_nn.common.traced import is_traced
 from expanded_nn.core.algebra import Kind
-from expanded_nn.factored import FactoredTensor, joined, materialized, parted
+from expanded_nn.factored import FactoredTensor, joined, materialized
 from expanded_nn.recording.leaf import NO_ROWS, Leaf, Published
 from expanded_nn.recording.passes import Pass
 from expanded_nn.rows.cell import Cell
@@ -163,8 +163,7 @@ class Store:
         """Holds slices of the published rows; where the user has `edited` them also zero rows that are zero no more."""
         rows, sizes = leaf.published.rows, [pass_.batch for pass_ in leaf.published.passes]
         assert rows is not None
-        parts = parted(rows, sizes) if isinstance(rows, FactoredTensor) else rows.split(sizes)
-        for pass_, part in zip(leaf.published.passes, parts, strict=True):
+        for pass_, part in zip(leaf.published.passes, materialized(rows).split(sizes), strict=True):
             pass_rows = self.held.get(pass_, {})
             if leaf in pass_rows or (edited and bool(part.any())):
                 pass_rows[leaf] = part
