@@ -345,8 +345,6 @@ class General(Expanded):
 def contiguous_as_plain(result: Any, orders: Sequence[tuple[int, ...]]) -> Any:
     """A forward's result on the whole batch, contiguous where the plain one was, by its `memory_order`."""
     tensors = [result] if type(result) is Tensor else tensors_of(result)
-    if len(orders) != len(tensors):
-        return result
     with unseen():
         lacking = list(map(_lacks_order, tensors, orders))
     if not any(lacking):
