@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import UserDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import GeneratorType
 from typing import Any
 
@@ -37,30 +37,31 @@ def rebuilt(value: Any, leaves: Iterator[Any], is_leaf: IsLeaf = None) -> Any:
     return tree_unflatten(others, structure)
 
 
-class _Opened:
-    """A dataclass, or a user's list or dict, as a node of torch's trees.
+class Opened:
+    """A value as a node of torch's trees, which goes on in the dataclasses, and users' lists and dicts, in it.
 
-    To these it is a leaf otherwise, and stays one for everybody else.
-
-    Structures are equal where its class and the names in it are.
+    To torch's trees these are leaves otherwise, and stay so for everybody else. Where a tree is made again, there is
+    the value with other leaves; or, if it `stays` open, a node for that. Structures are equal where the value's class
+    and the names in it are.
     """
 
-    def __init__(self, holder: Any) -> None:
-        self.holder = holder
+    def __init__(self, value: Any, *, stays: bool = False) -> None:
+        self.value, self.stays = value, stays
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Opened) or type(self.holder) is not type(other.holder):
+        if not isinstance(other, Opened) or type(self.value) is not type(other.value):
             return False
-        return _names(self.holder) == _names(other.holder)
+        return _names(self.value) == _names(other.value)
 
     __hash__ = None  # type: ignore[assignment]
 
+    def with_leaves(self, leaves: Iterable[Any]) -> Any:
+        """What there is in its place in a tree with other leaves."""
+        value = rebuilt(self.value, iter(leaves))
+        return Opened(value, stays=True) if self.stays else value
 
-register_pytree_node(
-    _Opened,
-    lambda node: (leaves_of(node.holder), node),
-    lambda leaves, node: rebuilt(node.holder, iter(leaves)),
-)
+
+register_pytree_node(Opened, lambda node: (leaves_of(node.value), node), lambda leaves, node: node.with_leaves(leaves))
 
 
 def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
@@ -70,7 +71,7 @@ def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
     leaves, structure = tree_flatten(value)
     if not any(map(_is_holder, leaves)):
         return leaves, structure
-    return tree_flatten(tree_map(lambda leaf: _Opened(leaf) if _is_holder(leaf) else leaf, value))
+    return tree_flatten(tree_map(lambda leaf: Opened(leaf) if _is_holder(leaf) else leaf, value))
 
 
 def is_packed(part: Any) -> bool:

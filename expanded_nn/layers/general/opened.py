@@ -5,17 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch.utils._pytree import register_pytree_node, tree_leaves
+from torch.utils._pytree import tree_leaves
 
-from expanded_nn.common.containers import holds_tensors, leaves_of, rebuilt
+from expanded_nn.common.containers import Opened, holds_tensors, leaves_of, rebuilt
 from expanded_nn.layers.general.mapped import keeping
-
-
-class Opened:
-    """An argument, whose leaves are also those inside of such objects."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
 
 
 def opened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -24,7 +17,7 @@ def opened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ..
 
 
 def _opened(value: Any) -> Any:
-    return Opened(value) if any(map(holds_tensors, tree_leaves(value))) else value
+    return Opened(value, stays=True) if any(map(holds_tensors, tree_leaves(value))) else value
 
 
 def called(module: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -45,10 +38,3 @@ def called(module: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwar
 
 def _closed(value: Any) -> Any:
     return rebuilt(value.value, iter(leaves_of(value.value))) if type(value) is Opened else value
-
-
-register_pytree_node(
-    Opened,
-    lambda opened: (leaves_of(opened.value), opened.value),
-    lambda leaves, value: Opened(rebuilt(value, iter(leaves))),
-)
