@@ -141,30 +141,24 @@ class Before:
             self.dicts.append((path, "", attributes, {**attributes}))
             own = ((name, value) for name, value in attributes.items() if name not in NOT_ITS_OWN or name == "_buffers")
             self.dicts += [(path, name, value, {**value}) for name, value in own if isinstance(value, dict)]
-        self.kept = dict(self._numbers_now())  # as an id may be another tensor's later
+        self.kept = {place: _numbers_in(value) for place, value, _ in self._now()}  # else an id may be another tensor's
         self.states = {place: _states(numbers) for place, numbers in self.kept.items()}
+
+    def _now(self) -> Iterator[tuple[Place, Any, Any]]:
+        """Each place in which there is something now, with that and with what was there before."""
+        for path, table, now, before in self.dicts:
+            for key, value in now.items():
+                if table or key not in NOT_ITS_OWN:
+                    yield Place(path, table, key), value, before.get(key, NOTHING)
 
     def numbers(self) -> Numbers:
         """The numbers and tensors that the forward has changed, as a counter of samples, and those beside them."""
-        now = self._numbers_now()
-        return {place: numbers for place, numbers in now if _states(numbers) != self.states.get(place)}
-
-    def _numbers_now(self) -> Iterator[tuple[Place, list[Any]]]:
-        for path, table, now, _ in self.dicts:
-            for key, value in now.items():
-                if table or key not in NOT_ITS_OWN:
-                    yield Place(path, table, key), list(filter(_is_number, tree_leaves(value)))
+        found = ((place, _numbers_in(value)) for place, value, _ in self._now())
+        return {place: numbers for place, numbers in found if _states(numbers) != self.states.get(place)}
 
     def places(self) -> list[Place]:
         """Where the forward has left tensors."""
-        return [
-            Place(path, table, key)
-            for path, table, now, before in self.dicts
-            for key, value in now.items()
-            if (table or key not in NOT_ITS_OWN)
-            and value is not before.get(key, NOTHING)
-            and _holds_tensors_alone(value)
-        ]
+        return [place for place, now, before in self._now() if now is not before and _holds_tensors_alone(now)]
 
 
 def are_same_numbers(numbers: Numbers, others: Numbers) -> bool:
@@ -184,6 +178,10 @@ def _same(number: Any, other: Any) -> bool:
     if number.shape != other.shape or number.dtype != other.dtype:
         return False
     return near(number, other) if may_have_derivatives(number) else torch.equal(number, other)
+
+
+def _numbers_in(value: Any) -> list[Any]:
+    return list(filter(_is_number, tree_leaves(value)))
 
 
 def _states(numbers: list[Any]) -> list[tuple[Any, int]]:
