@@ -20,9 +20,6 @@ from expanded_nn.layers.general.opened import opened
 from expanded_nn.modules.layout import all_in_one_row, forward_of, holds_all_samples, note_input, refusal, refuse_square
 from expanded_nn.recording.expand import comes_from_rows
 
-# where else the samples may stand in an argument that all of them have shared in other calls
-SHARED_ELSEWHERE: Dims = (None,)
-
 
 def read(module: Any, args: Any, kwargs: Any) -> Called:
     """A call of a module: where its samples stand is told by shapes, or by comparisons where these leave it open.
@@ -34,9 +31,9 @@ def read(module: Any, args: Any, kwargs: Any) -> Called:
     """
     with unseen():  # what is asked here is no part of the forward
         call = _as_usual(module, args, kwargs)
-        states, others = _may_be_states(call), _may_be_otherwise(module, call)
-    if any(states) or any(others):
-        dims = _compared(module, call, states, others)
+        states, possible = _may_be_states(call), _possible(module, call)
+    if any(states) or any(len(dims) > 1 for dims in possible):
+        dims = _compared(module, call, states, possible)
         call = replace(call, dims=dims, kind=(*call.kind, *dims))
     with unseen():
         _refuse_no_samples(module, call)
@@ -67,14 +64,14 @@ def _usual_dim(module: Any, leaf: Any, batch: int) -> int | None:
     return dim if leaf.shape[dim] == batch else None
 
 
-def _compared(module: Any, call: Called, states: list[bool], others: list[Dims]) -> list[int | None]:
+def _compared(module: Any, call: Called, states: list[bool], possible: list[Dims]) -> list[int | None]:
     """As `call` says, or elsewhere if only that is right."""
-    kind, known = (*call.kind, *states, *others, module.goes_in_a_loop()), module._told.readings
+    kind, known = (*call.kind, *states, *possible, module.goes_in_a_loop()), module._told.readings
     if kind not in known:
         if cost.is_symbol(call.batch):
             return call.dims
         wait_for_values("a module of the general rule is compared with its plain forward first")
-        known[kind] = _best(module, call, states, others)
+        known[kind] = _best(module, call, states, possible)
     return known[kind]  # type: ignore[no-any-return]
 
 
@@ -85,11 +82,12 @@ def _may_be_states(call: Called) -> list[bool]:
     return [False] * first + [call.batch > 1 and dim != 1 and is_like_a_state(x, call.batch) for x, dim in behind]
 
 
-def _may_be_otherwise(module: Any, call: Called) -> list[Dims]:
-    """Where else the samples may stand in each argument, if anywhere.
+def _possible(module: Any, call: Called) -> list[Dims]:
+    """Where the samples may stand in each argument: what is tried first, then where else.
 
-    In a matrix of a model that has them second: first, or nowhere, unless the matrix is what says B. In an argument
-    that may be folded: in several rows per sample. In one that all samples have shared in other calls: nowhere.
+    In a matrix of a model that has them second they may also stand first, or nowhere, unless the matrix is what says B.
+    In an argument that may be folded, in several rows per sample. In one that all samples have shared in other calls,
+    nowhere: that comes first, as both readings may agree with the plain forward.
     """
     matrices = [_is_matrix(module, leaf) and leaf.shape[0] == call.batch for leaf in call.leaves]
     if call.dims.count(None) == len(call.dims):  # a table may have B rows by chance
@@ -98,10 +96,10 @@ def _may_be_otherwise(module: Any, call: Called) -> list[Dims]:
     elif 1 in call.dims:
         matrices[call.dims.index(1)] = False
     folded = [module._alone and _may_be_folded(module, leaf, call.batch) for leaf in call.leaves]
-    otherwise = zip(matrices, folded, module._told.seen_shared(call), strict=True)
+    found = zip(call.dims, matrices, folded, module._told.seen_shared(call), strict=True)
     return [
-        (0, None) if is_matrix else (FOLDED,) if is_folded else SHARED_ELSEWHERE if is_shared else ()
-        for is_matrix, is_folded, is_shared in otherwise
+        (dim, 0, None) if is_matrix else (dim, FOLDED) if is_folded else (None, dim) if is_shared else (dim,)
+        for dim, is_matrix, is_folded, is_shared in found
     ]
 
 
@@ -138,19 +136,16 @@ def _reads_either_way(module: Any, leaf: Any) -> bool:
     return leaf.shape[0] == leaf.shape[1] and torch.equal(leaf, leaf.mT)
 
 
-def _best(module: Any, call: Called, states: list[bool], others: list[Dims]) -> list[int | None]:
+def _best(module: Any, call: Called, states: list[bool], possible: list[Dims]) -> list[int | None]:
     """The first reading that is right; if none is, the one whose error tells the user most."""
-    # what all samples have shared in other calls is shared first: both readings may agree with the plain forward
-    places = list(zip(call.dims, others, strict=True))
-    usual = [None if other == SHARED_ELSEWHERE else dim for dim, other in places]
-    others = [(dim,) if other == SHARED_ELSEWHERE else other for dim, other in places]
+    usual, others = [dims[0] for dims in possible], [dims[1:] for dims in possible]
     pairs = list(zip(states, usual, strict=True))
     where_unknown = [1 if is_state and dim is None else dim for is_state, dim in pairs]
     everywhere = [1 if is_state else dim for is_state, dim in pairs]
     # first the readings that change least: what looks like a state may be an input whose second size is B by chance
-    possible = (readings(dims, others) for dims in (usual, where_unknown, everywhere))
+    tried = (readings(dims, others) for dims in (usual, where_unknown, everywhere))
     errors: dict[Dims, Exception] = {}
-    for reading in dict.fromkeys(chain(*possible)):
+    for reading in dict.fromkeys(chain(*tried)):
         error = module._error_of(replace(call, dims=list(reading)))
         if error is None:
             return list(reading)
