@@ -62,21 +62,21 @@ class State:
                 continue
             if isinstance(value, Tensor | ModuleType):
                 if isinstance(value, Tensor) or is_the_users(value):
-                    left.append(self._attributes_of(value))
+                    left += self._attributes_of(value)
             elif isinstance(value, dict):
                 before = dict(value)
                 self.kept.append((value, before))
                 own = {*OWN_STATE, "__builtins__"} if id(value) in self.of_owners else ()
                 left += [item for name, item in before.items() if name not in own]
-                left += [self._attributes_of(value)] if hasattr(value, "__dict__") else ()
+                left += self._attributes_of(value)
             elif isinstance(value, list | tuple | deque | set | frozenset):
                 items = [*iter(value)]
                 if isinstance(value, FILLED_ANEW):
                     self.kept.append((value, items))
                 left += items if len(items) <= MOST_IN_LIST else ()
-                left += [self._attributes_of(value)] if hasattr(value, "__dict__") else ()
+                left += self._attributes_of(value)
             elif isinstance(value, FunctionType):
-                left.append(self._attributes_of(value))
+                left += self._attributes_of(value)
             elif isinstance(value, CACHED):
                 left += results_of(value)
             elif isinstance(value, ContextVar):
@@ -93,7 +93,7 @@ class State:
                 if getattr(value, "nbytes", 0) <= 8 * MOST:
                     self.kept.append((value, copied(value)))
             elif isinstance(value, nn.Module) or cls in _SUMS:
-                left += [cls, *([self._attributes_of(value)] if hasattr(value, "__dict__") else ())]
+                left += [cls, *self._attributes_of(value)]
                 left += self._kept_attributes(value, slots_of(cls))
             elif cls.__module__.partition(".")[0] not in _LEFT_ALONE:
                 left.append(cls)
@@ -103,9 +103,10 @@ class State:
                     left += self._keep(found)
                 left += self._kept_attributes(value, [*filter(may_find(cls), slots_of(cls))])
 
-    def _attributes_of(self, owner: Any) -> dict[str, Any]:
-        attributes: dict[str, Any] = vars(owner)
-        self.of_owners.add(id(attributes))
+    def _attributes_of(self, owner: Any) -> list[dict[str, Any]]:
+        """The dict of its attributes, if it has one."""
+        attributes = [vars(owner)] if hasattr(owner, "__dict__") else []
+        self.of_owners.update(map(id, attributes))
         return attributes
 
     def _keep(self, view: Any) -> Iterable[Any]:
