@@ -136,22 +136,24 @@ class StateBefore:
         self.tensors: list[tuple[Tensor, int, Tensor | None]] = []
         self.seen: set[int] = set()  # the ids of all that was looked at
         for member in module.modules():
-            self._keep({key: value for key, value in vars(member).items() if key not in OURS}, vars(member))
+            own = {key: value for key, value in vars(member).items() if key not in OURS}
+            self.containers.append((vars(member), own))
+            for value in own.values():
+                self._keep(value)
         # within objects that these hold, no tensors, which may be a data set
         self.containers += [pair for pair in kept_in(attributes_of(module.modules())) if id(pair[0]) not in self.seen]
         self._keep(arguments, deep=True)
 
-    def _keep(self, value: Any, container: Any = None, *, deep: bool = False) -> None:
-        """Notes the contents of a value, taken from a container or not; with `deep` the attributes of objects in it."""
-        kept = value if container is None else container
-        if id(kept) in self.seen:
+    def _keep(self, value: Any, *, deep: bool = False) -> None:
+        """Notes the contents of a value; with `deep` the attributes of objects in it."""
+        if id(value) in self.seen:
             return
-        self.seen.add(id(kept))
+        self.seen.add(id(value))
         if isinstance(value, Tensor):
             if not is_parameter(value) and not value.is_inference():
                 self.tensors.append((value, value._version, None if value.requires_grad else value.clone()))
         elif isinstance(value, MutableMapping):
-            self.containers.append((kept, dict(value)))
+            self.containers.append((value, dict(value)))
             for item in value.values():
                 self._keep(item, deep=deep)
         elif isinstance(value, list | set | deque | tuple):
