@@ -48,6 +48,7 @@ from expanded_nn.layers.general.folded_rules import (
     product_by_expert,
     with_folded_rows,
 )
+from expanded_nn.layers.general.writes import takes_view
 from expanded_nn.layers.linear import linear
 
 _BOTH = ("weight", "bias")
@@ -209,7 +210,7 @@ def _index(func: Any, args: Any, kwargs: Any) -> Batched:
         by_all = own.run.are_shared(index) or own.run.may_be_looked_up_by_all(index, own.value[0, :1].numel())
         refuse_unless(not is_own(index) and index.dtype == torch.int64 and by_all)
     else:
-        refuse_unless(all(part is None or part is Ellipsis or type(part) in (int, slice) for part in keys))
+        refuse_unless(takes_view(key))
     return own.run.derived(func, lambda value: value[(slice(None), *keys)], own, begins=False)
 
 

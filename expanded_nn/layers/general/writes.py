@@ -32,7 +32,7 @@ class Writes(FunctionMode):
     def _written(self, x: Any, *args: Any) -> tuple[Tensor, Samples] | None:
         """The tensor that a write changes, and the samples of its rows after it; `None` where they are not known."""
         key, value = args if len(args) == 2 else (None, args[0])
-        if type(x) is not Tensor or type(value) not in (Tensor, int, float) or not _is_plain(key):
+        if type(x) is not Tensor or type(value) not in (Tensor, int, float) or not takes_view(key):
             return None
         part = x if key is None else x[key]
         base = part._base
@@ -48,7 +48,7 @@ class Writes(FunctionMode):
         return base, self.owners.memo.same(together([before, put], base.dim(), self.owners.memo))
 
 
-def _is_plain(key: Any) -> bool:
+def takes_view(key: Any) -> bool:
     """Whether an index takes a view, by numbers and slices."""
     keys = key if isinstance(key, tuple) else (key,)
     return all(part is None or part is Ellipsis or type(part) in (int, slice) for part in keys)
