@@ -141,7 +141,8 @@ class Before:
             self.dicts.append((path, "", attributes, {**attributes}))
             own = ((name, value) for name, value in attributes.items() if name not in NOT_ITS_OWN or name == "_buffers")
             self.dicts += [(path, name, value, {**value}) for name, value in own if isinstance(value, dict)]
-        self.kept = {place: _numbers_in(value) for place, value, _ in self._now()}  # else an id may be another tensor's
+        # kept, so that no other tensor gets the id of one of these
+        self.kept = {place: _numbers_in(value) for place, value, _ in self._now()}
         self.states = {place: _states(numbers) for place, numbers in self.kept.items()}
 
     def _now(self) -> Iterator[tuple[Place, Any, Any]]:
