@@ -1,14 +1,22 @@
-"""What a forward of the general rule is called with, and the parts of one sample."""
+"""What a forward of the general rule is called with, and the parts of one sample.
+
+Arguments in objects that torch's trees do not open, such as dataclasses, are opened here, for the call.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
+from expanded_nn._errors import PerSampleError
 from expanded_nn.common.batch import FOLDED, unfolded
+from expanded_nn.common.containers import Opened, holds_tensors, leaves_of, rebuilt
 from expanded_nn.common.modes import checkpoint_hooks
+from expanded_nn.modules.layout import refusal
 
 
 @dataclasses.dataclass
@@ -56,3 +64,42 @@ def once_per_sample(x: Tensor, dim: int, batch: int) -> Tensor:
     if x.dim() <= dim or dim < 0 or x.shape[dim] != 1:
         return x
     return x.expand(*x.shape[:dim], batch, *x.shape[dim + 1 :])
+
+
+def opened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call, opened where there are such objects in them."""
+    return tuple(map(_opened, args)), {name: _opened(value) for name, value in kwargs.items()}
+
+
+def _opened(value: Any) -> Any:
+    return Opened(value, stays=True) if any(map(holds_tensors, tree_leaves(value))) else value
+
+
+def keeping(module: Any, what: str) -> PerSampleError:
+    """The error of a forward that keeps tensors for the next call."""
+    return refusal(  # a larger module may make what it keeps them in
+        module,
+        f"its forward keeps tensors in {what}",
+        "a forward that keeps nothing for the next call",
+        "Do without the cache in per-sample mode (use_cache=False), or write the per-sample forward with @expands.",
+    )
+
+
+def called(module: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the forward of a module returns for opened arguments; it is given copies of the objects in them.
+
+    Raises:
+        PerSampleError: If it puts other tensors into one, which the caller would not see.
+    """
+    if not any(type(value) is Opened for value in (*args, *kwargs.values())):
+        return forward(*args, **kwargs)
+    args, kwargs = tuple(map(_closed, args)), {name: _closed(value) for name, value in kwargs.items()}
+    before = leaves_of((args, kwargs))
+    result, after = forward(*args, **kwargs), leaves_of((args, kwargs))
+    if len(before) != len(after) or any(leaf is not other for leaf, other in zip(before, after, strict=True)):
+        raise keeping(module, "an argument")
+    return result
+
+
+def _closed(value: Any) -> Any:
+    return rebuilt(value.value, iter(leaves_of(value.value))) if type(value) is Opened else value

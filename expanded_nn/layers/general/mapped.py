@@ -26,7 +26,7 @@ from expanded_nn.common.modes import of_all, set_version, version_of
 from expanded_nn.common.shared import laid_out
 from expanded_nn.common.steady import Attributes, RandomStates, Traces, Undo
 from expanded_nn.common.traced import FirstEager, OnlyEager, is_traced
-from expanded_nn.layers.general.called import Called, is_cache
+from expanded_nn.layers.general.called import Called, is_cache, keeping
 from expanded_nn.layers.general.left import (
     NOT_ITS_OWN,
     Before,
@@ -71,16 +71,6 @@ OF_FIRST_FORWARDS = (
 # in place of the samples' dimension in a result, which is a number that each sample has: their mean, or their sum
 MEAN, SUM = -2, -3
 NOWHERE = -4  # of what is left in an attribute, and has no dimension in which samples may stand
-
-
-def keeping(module: Any, what: str) -> PerSampleError:
-    """The error of a forward that keeps tensors for the next call."""
-    return refusal(  # a larger module may make what it keeps them in
-        module,
-        f"its forward keeps tensors in {what}",
-        "a forward that keeps nothing for the next call",
-        "Do without the cache in per-sample mode (use_cache=False), or write the per-sample forward with @expands.",
-    )
 
 
 def _is_outermost(module: Any) -> bool:

@@ -15,8 +15,7 @@ from expanded_nn.common.batch import FOLDED, Dims, is_like_a_state, is_shared_by
 from expanded_nn.common.modes import unseen
 from expanded_nn.common.traced import is_traced, wait_for_values
 from expanded_nn.core import cost
-from expanded_nn.layers.general.called import Called
-from expanded_nn.layers.general.opened import opened
+from expanded_nn.layers.general.called import Called, opened
 from expanded_nn.modules.layout import all_in_one_row, forward_of, holds_all_samples, note_input, refusal, refuse_square
 from expanded_nn.recording.expand import comes_from_rows
 
