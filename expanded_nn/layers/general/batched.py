@@ -23,8 +23,7 @@ from expanded_nn.layers.general.derived import Derived
 from expanded_nn.layers.general.folded import parts_of
 from expanded_nn.layers.general.mixing import JOINS, READS, along, is_of_ours
 from expanded_nn.layers.general.own_functions import STAND_INS, functions_looked_at, is_apply
-from expanded_nn.layers.general.owners import Arrangement, Owners
-from expanded_nn.layers.general.writes import Writes
+from expanded_nn.layers.general.owners import Arrangement, Owners, Writes
 from expanded_nn.recording.callers import is_in_reentrant_checkpoint
 from expanded_nn.recording.order import BetweenLayers
 from expanded_nn.recording.settings import RecorderLike

@@ -48,7 +48,7 @@ from expanded_nn.layers.general.folded_rules import (
     product_by_expert,
     with_folded_rows,
 )
-from expanded_nn.layers.general.writes import takes_view
+from expanded_nn.layers.general.owners import takes_view
 from expanded_nn.layers.linear import linear
 
 _BOTH = ("weight", "bias")
