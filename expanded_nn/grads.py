@@ -9,13 +9,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from expanded_nn._errors import (
-    UnknownNameError,
-    complaint,
-    refuse_no_bool,
-    refuse_other_kind,
-    shown,
-)
+from expanded_nn._errors import UnknownNameError, complaint, refuse_no_bool, refuse_other_kind, shown
 from expanded_nn.common.modes import no_torch_function, version_of
 from expanded_nn.core import cost
 from expanded_nn.core.kronecker import EigenFactors, KroneckerFactors, eigenbasis

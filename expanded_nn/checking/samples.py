@@ -17,11 +17,7 @@ from expanded_nn.common.batch import batch_dim
 SampleAxis = tuple[int, bool]
 
 
-def candidate_splits(
-    whole: Tensor,
-    shape: Sequence[int],
-    batch: int,
-) -> dict[SampleAxis, Tensor]:  # each (B, ...)
+def candidate_splits(whole: Tensor, shape: Sequence[int], batch: int) -> dict[SampleAxis, Tensor]:  # each (B, ...)
     """All ways to split `whole` into B tensors, each of such a shape or a larger one."""
     by_axis: dict[SampleAxis, Tensor] = {}
     if whole.dim() == len(shape) + 1 and whole.numel() == batch * prod(shape):  # squeeze() took the batch of one away

@@ -95,11 +95,7 @@ def matvec(
     return _cat([sum((term.matvec(vector) for term in terms), start=kind.zeros(size)) for size, terms in blocks])
 
 
-def gram(
-    blocks: Sequence[Block],
-    other_blocks: Sequence[Block],
-    kind: Kind,
-) -> Tensor:  # (B, B')
+def gram(blocks: Sequence[Block], other_blocks: Sequence[Block], kind: Kind) -> Tensor:  # (B, B')
     """`<row, other_row>` for each pair."""
     return of_pairs(blocks, other_blocks, lambda term, other: term.gram(other), kind)
 

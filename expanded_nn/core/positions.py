@@ -22,10 +22,7 @@ def numbers_of_positions(blocks: Sequence[Block]) -> set[int] | None:
 
 
 def gram_by_position(
-    blocks: Sequence[Block],
-    other_blocks: Sequence[Block],
-    kind: Kind,
-    positions: int,
+    blocks: Sequence[Block], other_blocks: Sequence[Block], kind: Kind, positions: int
 ) -> Tensor:  # (B, T, B')
     """`<row[b, t], other_row[c]>` for each position t, of which all rows have `positions`."""
 

@@ -17,16 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from expanded_nn._errors import PerSampleError, complaint, is_ours, warn
-from expanded_nn.common.batch import (
-    FOLDED,
-    NUMBERS,
-    Dims,
-    contents,
-    is_shared_by_all,
-    marked_like,
-    readings,
-    unfolded,
-)
+from expanded_nn.common.batch import FOLDED, NUMBERS, Dims, contents, is_shared_by_all, marked_like, readings, unfolded
 from expanded_nn.common.chance import WithoutChance
 from expanded_nn.common.containers import is_packed, leaves_of, rebuilt
 from expanded_nn.common.meanwhile import quiet

@@ -12,12 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import (
-    tree_leaves,
-    tree_map,
-    tree_structure,
-    tree_unflatten,
-)
+from torch.utils._pytree import tree_leaves, tree_map, tree_structure, tree_unflatten
 
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn.common.batch import FOLDED, contents, may_have_derivatives, stacked

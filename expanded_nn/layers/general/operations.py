@@ -11,16 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from expanded_nn.layers.general.samples import (
-    NOBODY,
-    Memo,
-    Samples,
-    Unknown,
-    constant,
-    reshaped,
-    together,
-    with_dims,
-)
+from expanded_nn.layers.general.samples import NOBODY, Memo, Samples, Unknown, constant, reshaped, together, with_dims
 from expanded_nn.recording.graph import (
     PARTS,
     operation_of,

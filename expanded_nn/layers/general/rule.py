@@ -31,12 +31,7 @@ from expanded_nn.common.steady import RandomStates, Undo
 from expanded_nn.common.traced import is_traced, refuse_values, wait_for_values
 from expanded_nn.layers.general.called import Called, called, once_per_sample
 from expanded_nn.layers.general.left import close, put_in_place
-from expanded_nn.layers.general.mapped import (
-    NOT_OF_THE_FORWARD,
-    Mapper,
-    left_together,
-    tensors_of,
-)
+from expanded_nn.layers.general.mapped import NOT_OF_THE_FORWARD, Mapper, left_together, tensors_of
 from expanded_nn.layers.general.plain import Plain
 from expanded_nn.layers.general.reading import read
 from expanded_nn.layers.general.told import Told

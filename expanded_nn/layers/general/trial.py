@@ -30,16 +30,7 @@ from expanded_nn.layers.general.gradients import (
     random_numbers,
 )
 from expanded_nn.layers.general.left import Place
-from expanded_nn.layers.general.mapped import (
-    MEAN,
-    NOWHERE,
-    OF_PARAMETERS,
-    SUM,
-    Mapped,
-    Mapper,
-    moved,
-    tensors_of,
-)
+from expanded_nn.layers.general.mapped import MEAN, NOWHERE, OF_PARAMETERS, SUM, Mapped, Mapper, moved, tensors_of
 from expanded_nn.layers.general.plain import Plain, is_float
 from expanded_nn.layers.general.told import Compared, Way
 from expanded_nn.modules.layout import hint_of_layout, refusal

@@ -420,11 +420,7 @@ TABLE: dict[Any, Rule] = {
     ),
     F.batch_norm: _batch_norm,
     F.instance_norm: _with_weights(
-        norm.instance_norm,
-        2,
-        (*_STATISTICS, "use_input_stats", "momentum", "eps"),
-        _BOTH,
-        of_folded=folded.by_channel,
+        norm.instance_norm, 2, (*_STATISTICS, "use_input_stats", "momentum", "eps"), _BOTH, of_folded=folded.by_channel
     ),
     **{
         func: _with_weights(op, op.dims + 2, (*_CONVOLUTION, *names), _BOTH, of_folded=folded.images)

@@ -15,15 +15,7 @@ from torch import Tensor
 
 from expanded_nn.common.modes import is_autocast
 from expanded_nn.common.traced import refuse_values
-from expanded_nn.layers.recurrent.equations import (
-    RECURRENCES,
-    Gates,
-    Inputs,
-    LoopInputs,
-    Recurrence,
-    States,
-    Weights,
-)
+from expanded_nn.layers.recurrent.equations import RECURRENCES, Gates, Inputs, LoopInputs, Recurrence, States, Weights
 from expanded_nn.layers.recurrent.steps import Steps
 
 
