@@ -193,12 +193,11 @@ class Referred:
                 self._note_places(kind)
             for base in own_classes:
                 self._follow(_function_behind(vars(base).get("forward")))
-            hooks = [hook for name in HOOKS for hook in getattr(module, name).values()]
-            parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
-            of_parameters = [(p._backward_hooks, p._post_accumulate_grad_hooks) for p in parameters]
-            hooks += [
-                hook for registries in of_parameters for registry in registries for hook in (registry or {}).values()
-            ]
+            registries = [getattr(module, name) for name in HOOKS]
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    registries += [parameter._backward_hooks or {}, parameter._post_accumulate_grad_hooks or {}]
+            hooks = (hook for registry in registries for hook in registry.values())
             self.hooks |= {id(hook): hook for hook in hooks if not is_ours(type(hook))}
         self._read_all()
 
