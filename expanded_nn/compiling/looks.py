@@ -149,7 +149,7 @@ class Look:
         if isinstance(value, ReferenceType):
             return cls, self._key(value())
         if isinstance(value, ContextVar):
-            self.seen.note_places(_in_context, value)
+            self.seen.note_places(lambda variable: (variable.get(None),), value)
             return by_identity(value), self._key(value.get(None))
         if is_generator(value.__self__ if cls is BuiltinFunctionType else value):
             self.members.append(getattr(value, "__self__", value))
@@ -171,7 +171,7 @@ class Look:
             of_keywords = self._of_places(value.keywords, value.keywords, itemgetter, list(value.keywords))
             return cls, self._key(value.func), self._key(value.args), of_keywords
         if isinstance(value, CACHED):
-            self.seen.note_fact(partial(_ids_of_results, value))
+            self.seen.note_fact(lambda: [*map(id, results_of(value))])
             return by_identity(value), tuple(map(self._key, results_of(value))), of_object
         if isinstance(value, list | tuple | set | frozenset | deque):
             return cls, self._of_items(value), of_object
@@ -261,7 +261,7 @@ class Look:
             keys.append(self._of_places(value, attributes, itemgetter, counted))
         slots = [name for name in slots_of(cls) if name in names.words or name in _OF_PYDANTIC]
         if slots:
-            self.seen.note_fact(partial(_are_filled, value, slots))
+            self.seen.note_fact(lambda: [hasattr(value, name) for name in slots])
         filled = [name for name in slots if hasattr(value, name)]
         keys.append(self._of_places(value, None, attrgetter, filled))
         return tuple(keys)
@@ -495,21 +495,9 @@ def _is_looked_into(owner: object) -> bool:
     return isinstance(owner, list | dict | set | deque) or has_numbers(owner)
 
 
-def _ids_of_results(function: Any) -> list[int]:
-    return [*map(id, results_of(function))]
-
-
-def _in_context(variable: ContextVar[Any]) -> tuple[Any]:
-    return (variable.get(None),)
-
-
 def _outside(value: Any) -> Hashable:
     """A key for a value itself, not for what is in it."""
     return key_of_plain(value) if type(value) in PLAIN else by_identity(value)
-
-
-def _are_filled(value: Any, slots: Sequence[str]) -> list[bool]:
-    return [hasattr(value, name) for name in slots]
 
 
 def _parameters_of(value: Distribution | Transform) -> Iterator[str]:

@@ -93,7 +93,8 @@ class OneSample(FunctionMode):
         if func is F.embedding_bag and ((len(args) > 2 and args[2] is not None) or kwargs.get("offsets") is not None):
             self._refuse_offsets()
         if func in _ATTENTIONS:
-            has_mask = any(map(_is_floating_mask, (*args[3:4], kwargs.get("attn_mask"))))
+            masks = filter(is_of_one_sample, (*args[3:4], kwargs.get("attn_mask")))
+            has_mask = any(mask.is_floating_point() for mask in masks)
             # the fused kernels refuse a mask that may need gradient
             with sdpa_kernel(SDPBackend.MATH) if has_mask else nullcontext():
                 if func in _OF_AUTOCAST:
@@ -260,10 +261,6 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     """A tensor in another dtype, but for those of double precision."""
     is_cast = isinstance(value, Tensor) and value.is_floating_point() and value.dtype not in (torch.float64, dtype)
     return value.to(dtype) if is_cast else value
-
-
-def _is_floating_mask(mask: Any) -> bool:
-    return is_of_one_sample(mask) and mask.is_floating_point()
 
 
 _MAKES = {*functions("zeros", "ones", "full", "empty", "zeros_like", "ones_like", "full_like", "empty_like")}

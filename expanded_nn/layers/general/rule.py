@@ -340,12 +340,9 @@ def contiguous_as_plain(result: Any, orders: Sequence[tuple[int, ...]]) -> Any:
     """A forward's result on the whole batch, contiguous where the plain one was, by its `memory_order`."""
     tensors = [result] if type(result) is Tensor else tensors_of(result)
     with unseen():
-        lacking = list(map(_lacks_order, tensors, orders))
+        pairs_of_orders = zip(tensors, orders, strict=True)
+        lacking = [order == tuple(range(x.dim())) and not x.is_contiguous() for x, order in pairs_of_orders]
     if not any(lacking):
         return result
     pairs = zip(tensors, lacking, strict=True)
     return with_tensors(*flatten(result), [x.contiguous() if lacks else x for x, lacks in pairs])
-
-
-def _lacks_order(tensor: Tensor, order: tuple[int, ...]) -> bool:
-    return order == tuple(range(tensor.dim())) and not tensor.is_contiguous()
