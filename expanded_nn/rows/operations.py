@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from math import prod
+from operator import itemgetter, methodcaller
 from typing import Any, cast
 
 import torch
@@ -178,12 +179,9 @@ def _chosen(rows: Rows, choose: Callable[[Tensor], Tensor]) -> Any:
         index: Any = own - (ends[place] - size)
         if bool((index.diff() == 1).all()):  # as a slice it takes no memory
             index = slice(int(index[0]), int(index[-1]) + 1)
-        chosen.append((len(own), tuple(guarded.derived(partial(_part_of, index)) for guarded in terms)))
+        take = methodcaller("map", itemgetter(index))  # of each factor
+        chosen.append((len(own), tuple(guarded.derived(take) for guarded in terms)))
     return rows._like(chosen, (len(numbers), *rows.shape[1:]))
-
-
-def _part_of(index: Any, term: Term) -> Term:
-    return term.map(lambda factor: factor[index])
 
 
 def _sliced(rows: Rows, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
