@@ -64,8 +64,7 @@ class Constants:
         """Notes what an operation makes of constants alone, and forgets those that something else is written into."""
         inputs = [] if func in OF_KIND else list(data_in(arguments))
         sets_numbers = func is torch.Tensor.__setitem__ and len(inputs) == 1
-        makes = func in MAKES or (func in OF_ARRAYS and not self.reads)
-        if all(map(self._is_constant, inputs)) and (inputs or makes):
+        if all(map(self._is_constant, inputs)) and (inputs or func in MAKES or (func in OF_ARRAYS and not self.reads)):
             if sets_numbers and self.reads_numbers:  # which may be those of samples
                 self._forget(inputs[0])
             self._note(results)
