@@ -19,9 +19,8 @@ from expanded_nn.core import cost
 from expanded_nn.layers.general import operations, owners
 from expanded_nn.layers.general.alone import Alone
 from expanded_nn.layers.general.batched import RULES, NotInTable, Run
-from expanded_nn.layers.general.owners import Owners
+from expanded_nn.layers.general.owners import Owners, Writes
 from expanded_nn.layers.general.samples import NOBODY, Memo, Unknown
-from expanded_nn.layers.general.writes import Writes
 from expanded_nn.modules.registry import EXPANDED
 from oracle import (
     Call,
