@@ -19,6 +19,7 @@ MADE_BY_LIBRARIES = (  # the "files" of code that is made; not "<stdin>", nor a 
     "<attrs ",
     "<__array_function__ ",
     "<eval_with_key>",
+    "<@beartype",
 )
 
 

@@ -1272,6 +1272,51 @@ def test_a_method_of_what_holds_an_optimizer(given: bool) -> None:
     assert len(graphs(Fitted.step)) == 2
 
 
+class WithAnyName:
+    """Has no dict of attributes, and gives something for its name."""
+
+    __slots__ = ("limit",)
+
+    def __init__(self) -> None:
+        self.limit = 1.0
+
+    def __getattr__(self, name: str) -> Any:
+        return None
+
+
+def test_an_object_that_has_any_name_but_no_dict() -> None:
+    model, held, (x, y) = enn.convert(small()).per_sample(), WithAnyName(), samples(4)[0]
+
+    def step() -> Any:
+        F.cross_entropy(model(x), y).backward()
+        return enn.clip_grad_sample_norms_(model, held.limit), model[0].weight.grad
+
+    compiled = enn.compile(step, backend="eager")
+    for number in range(6):
+        held.limit = 1.0 if number < 4 else 0.1
+        model.zero_grad()
+        found = compiled()
+        model.zero_grad()
+        torch.testing.assert_close(found, step())
+
+
+def test_what_a_trace_imports_stays_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model, (x, y), modules = enn.convert(small()).per_sample(), samples(4)[0], sys.modules
+
+    def step(x: Tensor, y: Tensor) -> None:
+        if "torch_xla" in modules or type(x) is not Tensor:
+            importlib.import_module("imported_by_a_trace")  # as torch does
+        F.cross_entropy(model(x), y).backward()
+
+    (tmp_path / "imported_by_a_trace.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    compiled = enn.compile(step, backend="eager")
+    for _ in range(4):
+        compiled(x, y)
+        model.zero_grad()
+    assert sys.modules.pop("imported_by_a_trace").__file__ == str(tmp_path / "imported_by_a_trace.py")
+
+
 def test_tensors_that_are_found_by_names_run_eagerly() -> None:
     """A key holds each, so they are let go of after a while."""
     model, (x, y) = enn.convert(small()).per_sample(), samples(4)[0]

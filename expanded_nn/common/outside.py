@@ -7,7 +7,7 @@ from collections import OrderedDict, UserDict, deque
 from collections.abc import Iterable
 from functools import cached_property, lru_cache, partial, partialmethod
 from operator import is_
-from types import CellType, FunctionType, MethodType, ModuleType
+from types import CellType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,6 +34,8 @@ _BEHIND: dict[type, str] = {  # where others than functions have the function th
     CACHED: "__wrapped__",
 }
 _FUNCTIONS: Any = FunctionType, MethodType, *_BEHIND
+_OF_PYTHON = {*sys.stdlib_module_names, "numpy"}
+_HEAP_TYPE = 1 << 9  # Python's Py_TPFLAGS_HEAPTYPE, which all classes written in Python have
 NOTHING = object()  # in place of a value that is not there
 
 
@@ -133,10 +135,22 @@ class Outside:
                 self._left.append((value, words))
 
 
+def has_dict(value: Any) -> bool:
+    """Whether an object has a dict of attributes, not only a `__getattr__` that gives something for each name."""
+    try:
+        return isinstance(object.__getattribute__(value, "__dict__"), dict | MappingProxyType)
+    except AttributeError:
+        return False
+
+
 def is_users_object(value: Any) -> bool:
-    """Whether it is an object with attributes, of a class that is of no library; so a mapping with items in these."""
-    has_attributes = isinstance(getattr(value, "__dict__", None), dict)
-    return has_attributes and not isinstance(value, _WHOLE) and _is_class_of_users(type(value))
+    """Whether it is an object with attributes, of a class that is of no library; so a mapping with items in these.
+
+    An object with a part in C of a library's, such as a function that numba compiles, is none: its attributes have to
+    fit what is in that part.
+    """
+    is_one = has_dict(value) and not isinstance(value, _WHOLE) and _is_class_of_users(type(value))
+    return is_one and not any(map(_is_in_c, type(value).__mro__))
 
 
 def holders_in(values: Iterable[Any]) -> list[Any]:
@@ -225,6 +239,12 @@ def is_of_users(module: ModuleType) -> bool:
 def _is_class_of_users(cls: type) -> bool:
     module = sys.modules.get(cls.__module__)
     return module is None or is_of_users(module)
+
+
+def _is_in_c(cls: type) -> bool:
+    """Whether a class is written in C, by another library than Python's own and NumPy."""
+    is_static = not cls.__flags__ & _HEAP_TYPE
+    return is_static and cls.__module__.partition(".")[0] not in _OF_PYTHON
 
 
 def _function_behind(value: Any) -> Any:

@@ -28,7 +28,7 @@ from expanded_nn.common.arrays import bytes_of, has_numbers, is_counter
 from expanded_nn.common.batch import contents, marked_like
 from expanded_nn.common.functions import CHANGED, SIZES, attributes, is_in_place
 from expanded_nn.common.modes import FunctionMode, has_no_values, unseen, version_of
-from expanded_nn.common.outside import NOTHING, Outside, holders_in, is_users_object, kept_in, put_back
+from expanded_nn.common.outside import NOTHING, Outside, has_dict, holders_in, is_users_object, kept_in, put_back
 from expanded_nn.common.shared import is_parameter
 from expanded_nn.common.traced import is_traced
 
@@ -160,7 +160,7 @@ class StateBefore:
             self.containers += [] if isinstance(value, tuple) else [(value, list(value))]
             for item in value:
                 self._keep(item, deep=deep)
-        elif deep and hasattr(value, "__dict__") and not isinstance(value, nn.Module | type | FunctionType):
+        elif deep and has_dict(value) and not isinstance(value, nn.Module | type | FunctionType):
             self._keep(vars(value), deep=True)
 
     def restore(self) -> bool:
@@ -458,7 +458,7 @@ def _copied_argument(leaf: Any) -> Any:
         copied = leaf.detach().clone().requires_grad_(leaf.requires_grad)
         copied = copied if leaf.is_leaf else copied.clone()  # which may be changed in place, as it may
         return marked_like(leaf, copied)
-    if not hasattr(leaf, "__dict__") or isinstance(leaf, nn.Module | type | FunctionType | dict | UserDict):
+    if not has_dict(leaf) or isinstance(leaf, nn.Module | type | FunctionType | dict | UserDict):
         return _copied(leaf)
     try:  # an object of the user's, such as a cache; its tensors may be computed, which torch does not copy
         return copy.deepcopy(leaf, {id(x): x.detach().clone() for x in contents(leaf) if isinstance(x, Tensor)})

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from expanded_nn.common.outside import CACHED
+from expanded_nn.common.outside import CACHED, has_dict
 
 _FOR_GOOD = Tensor, str, bytes, int, float, complex, tuple, frozenset, type(None)  # what a result is and stays
 
@@ -16,7 +16,7 @@ _FOR_GOOD = Tensor, str, bytes, int, float, complex, tuple, frozenset, type(None
 def results_of(function: Any) -> list[Any]:
     """What a function with a cache has made and gives again, as far as it may change: objects, lists, dicts."""
     results = [value for value in _contents_of(function) if not isinstance(value, _FOR_GOOD)]
-    return [value for value in results if hasattr(value, "__dict__") or isinstance(value, list | dict | set)]
+    return [value for value in results if has_dict(value) or isinstance(value, list | dict | set)]
 
 
 def clear_caches(tensors: Sequence[Tensor]) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from expanded_nn.common.arrays import bytes_of, has_numbers
 from expanded_nn.common.modes import without_autocast
-from expanded_nn.common.outside import LISTS, NOTHING
+from expanded_nn.common.outside import LISTS, NOTHING, has_dict
 from expanded_nn.common.steady import OWN_STATE
 from expanded_nn.compiling.kinds import Call
 from expanded_nn.compiling.names import PLAIN, Referred
@@ -204,13 +204,13 @@ def _are_other_things(old: Any, new: Any) -> bool:
     if has_numbers(new):
         return bytes_of(old) != bytes_of(new)
     compares: Any = type(new).__eq__
-    is_value = not has_items(new) and not hasattr(new, "__dict__") and compares is not object.__eq__
+    is_value = not has_items(new) and not has_dict(new) and compares is not object.__eq__
     return is_value and bool(old != new)
 
 
 def _items_held(value: Any) -> dict[Any, Any]:
     """What a container holds, or the attributes of another object."""
-    return items_of(value) if has_items(value) else getattr(value, "__dict__", {})
+    return items_of(value) if has_items(value) else vars(value) if has_dict(value) else {}
 
 
 def _is_apart(tensor: Tensor) -> bool:

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from expanded_nn._errors import shown
 from expanded_nn.common.arrays import has_numbers, key_of_numbers
-from expanded_nn.common.outside import CACHED
+from expanded_nn.common.outside import CACHED, has_dict
 from expanded_nn.common.steady import is_generator
 from expanded_nn.common.traced import OnlyEager
 from expanded_nn.compiling.caches import results_of
@@ -165,7 +165,7 @@ class Look:
     def _of_contents(self, value: Any) -> Hashable:
         """The key of an object, with what counts in it."""
         cls: Any = type(value)
-        has_attributes = hasattr(value, "__dict__") or slots_of(cls) or is_the_users(cls)
+        has_attributes = has_dict(value) or slots_of(cls) or is_the_users(cls)
         of_object = self._of_object(value) if has_attributes else ()
         if isinstance(value, partial):
             of_keywords = self._of_places(value.keywords, value.keywords, itemgetter, list(value.keywords))
@@ -250,7 +250,7 @@ class Look:
         classes = (*value.__mro__, *cls.__mro__) if isinstance(value, type) else cls.__mro__
         self.code.update(dict.fromkeys(list(filter(is_the_users, classes[:-1]))[:1]))
         keys: list[Hashable] = []
-        if not isinstance(value, type) and hasattr(value, "__dict__"):
+        if not isinstance(value, type) and has_dict(value):
             attributes = vars(value)
             self.seen.holders.append(value)
             of_any_name = constants(attributes) if isinstance(value, ModuleType) else attributes

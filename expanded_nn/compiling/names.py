@@ -25,7 +25,7 @@ from expanded_nn.common.bytecode import (
     matched_attributes,
     variables_around,
 )
-from expanded_nn.common.outside import CACHED, NOTHING, is_of_users, put, value_in
+from expanded_nn.common.outside import CACHED, NOTHING, has_dict, is_of_users, put, value_in
 from expanded_nn.common.steady import OWN_STATE
 from expanded_nn.compiling.called import Code, Ran
 from expanded_nn.compiling.seen import Seen, plain_items
@@ -218,7 +218,7 @@ class Referred:
         if isinstance(step, FunctionType):
             self._read(step)
         for owner in (step, getattr(step, "__self__", None)):
-            if not isinstance(owner, FunctionType | MethodType) and hasattr(owner, "__dict__"):
+            if not isinstance(owner, FunctionType | MethodType) and has_dict(owner):
                 self.owners.append(owner)
                 self._note_places(owner)
 
@@ -271,7 +271,7 @@ class Referred:
             return
         classes = (*(value.__mro__ if isinstance(value, type) else ()), *type(value).__mro__)
         of_classes = [vars(base) for base in classes]
-        self.places[id(value)] = Place([getattr(value, "__dict__", {}), *of_classes])
+        self.places[id(value)] = Place([vars(value) if has_dict(value) else {}, *of_classes])
         self.classes.update(dict.fromkeys(filter(is_the_users, classes)))
         for namespace in of_classes:
             for name in filter(_is_special, namespace):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, MappingView
 from contextvars import ContextVar
@@ -16,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from expanded_nn.common.arrays import NUMBERS_OF_C, bytes_of, copied, has_numbers
 from expanded_nn.common.batch import contents
-from expanded_nn.common.outside import CACHED, FILLED_ANEW, LISTS, NOTHING, put_back
+from expanded_nn.common.outside import CACHED, FILLED_ANEW, LISTS, NOTHING, has_dict, put_back
 from expanded_nn.common.steady import OWN_STATE
 from expanded_nn.compiling.caches import results_of
 from expanded_nn.compiling.names import Referred, is_the_users
@@ -51,7 +52,8 @@ class State:
         left = deque(roots)
         while left and len(seen) < MOST:
             value = left.popleft()  # those that are near come first
-            if id(value) in seen or isinstance(value, _OPAQUE):
+            # what a trace imports stays imported
+            if id(value) in seen or value is sys.modules or isinstance(value, _OPAQUE):
                 continue
             seen.add(id(value))
             cls = cast(Any, type(value))
@@ -97,7 +99,7 @@ class State:
                 left += self._kept_attributes(value, slots_of(cls))
             elif cls.__module__.partition(".")[0] not in _LEFT_ALONE:
                 left.append(cls)
-                if hasattr(value, "__dict__"):
+                if has_dict(value):
                     found = _Found(value, may_find(cls))
                     self.of_owners.add(id(found))
                     left += self._keep(found)
@@ -105,7 +107,7 @@ class State:
 
     def _attributes_of(self, owner: Any) -> list[dict[str, Any]]:
         """The dict of its attributes, if it has one."""
-        attributes = [vars(owner)] if hasattr(owner, "__dict__") else []
+        attributes = [vars(owner)] if has_dict(owner) else []
         self.of_owners.update(map(id, attributes))
         return attributes
 
