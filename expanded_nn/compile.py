@@ -113,9 +113,11 @@ def compile(step: Function | None = None, *, backend: str | Backend = "inductor"
         raise TypeError(f'enn.compile: backend is {shown(backend)}; wanted a name, such as "inductor", or a function.')
     refused = sorted(options if backend != "inductor" else options.keys() & {"mode", "fullgraph", "dynamic", "options"})
     if refused:
-        problem = f"the options {refused} are given with backend={shown(backend)}"
-        wanted = 'those of inductor, for "inductor"'
-        remedy = "Write inductor's by name: enn.compile(step, max_autotune=True)."
+        problem, wanted = f"the options {refused} are given", "options of inductor"
+        remedy = "Leave out what is torch.compile's; give inductor's by name: enn.compile(step, max_autotune=True)."
+        if backend != "inductor":
+            problem, wanted = f"{problem} with backend={shown(backend)}", 'options for backend="inductor" alone'
+            remedy = "Leave one of them out."
         raise TypeError(str(complaint("enn.compile", problem, wanted, remedy)))
     return CompiledStep(step, backend, options)
 

@@ -1260,3 +1260,19 @@ def test_arguments_that_all_samples_share() -> None:
             return self.layer(x * scale + basis.sum(1))
 
     assert enn.check(Scaled(), torch.randn(5, 3), torch.randn(3), torch.randn(3, 5)).ok
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size:UserWarning")
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda scores, y: F.cross_entropy(scores, y),
+        lambda scores, y: F.mse_loss(scores, F.one_hot(y, 3).to(scores)),
+        lambda scores, y: (scores - F.one_hot(y, 3)).square().sum(1),
+    ],
+)
+def test_labels_that_are_no_argument(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    model, x, y = nn.Linear(4, 3), torch.randn(6, 4), torch.arange(6) % 3
+    remedy = "Labels and the like are arguments of check"
+    assert remedy in str(enn.check(model, x, loss=lambda model, x: loss(model(x), y)))
+    assert enn.check(model, x, y, loss=lambda model, x, y: loss(model(x), y)).ok

@@ -37,6 +37,7 @@ _OWN = (
     "Compute a sample's loss from that sample alone: one that compares samples is no sample's own. Of "
     "torch.autograd.grad take the sum over the samples, not their mean."
 )
+_AS_ARGUMENTS = "Labels and the like are arguments of check: check(model, x, y, loss=lambda model, x, y: ...)."
 _REPORT = (
     "Look for a result of expanded_nn.expanded, (B, *shape), that broadcasts with another shape: a parameter without "
     "dimensions becomes (B,), and with (B, 1) that makes (B, B), so give it shape (1,). If neither that nor a layer of "
@@ -78,6 +79,7 @@ class Check:
     lone: Trace  # of the last sample alone
     shapes_alone: list[Shapes]  # of each sample alone
     layout: Layout  # where the samples are in the outputs
+    remedy_alone = "Keep statistics within a sample, and squeeze dimensions by their number."
 
     def __init__(self, plain: nn.Module, expanded: nn.Module, settings: Settings, call: Call) -> None:
         self.plain, self.expanded = Runner(plain), Runner(expanded)
@@ -297,8 +299,7 @@ class Check:
                 where = self.lone.stack[-1]
                 if all(problem.where != where for problem in self.findings.problems):
                     problem = f"on sample {i} alone it raises {type(error).__name__}: {error}"
-                    remedy = "Keep statistics within a sample, and squeeze dimensions by their number."
-                    self.complain("run", where, problem, "a forward that takes a batch of one", remedy)
+                    self.complain("run", where, problem, "a forward that takes a batch of one", self.remedy_alone)
                 return None
         return alone
 
@@ -418,6 +419,8 @@ class Check:
 class StepCheck(Check):
     """The check of a loss function."""
 
+    remedy_alone = f"{Check.remedy_alone} {_AS_ARGUMENTS}"
+
     def counts_samples(self) -> bool:
         """Always true: the number of rows is compared later."""
         return True
@@ -429,7 +432,7 @@ class StepCheck(Check):
             problem = f"its floating-point tensors have shapes {shapes[0]} for the batch and {shapes[1]} for one sample"
             problem = problem if self.outputs else "it returns no floating-point tensor"
             wanted = f"the losses, ({self.call.batch},), or their sum or mean, ()"
-            self.complain("run", self.who, problem, wanted, "Return one such tensor.")
+            self.complain("run", self.who, problem, wanted, f"Return one such tensor. {_AS_ARGUMENTS}")
             return False
         if self.is_random and shapes[0] == [()]:
             problem = "it draws other random numbers for a sample alone than for the batch"
@@ -464,7 +467,8 @@ class StepCheck(Check):
         """In the loss another one than in the model."""
         if where != self.who:
             return _APART
-        return _OWN if self.outputs[0].dim() else f"{_MEAN} {_OWN}"
+        of_its_own = f"{_OWN} {_AS_ARGUMENTS}"
+        return of_its_own if self.outputs[0].dim() else f"{_MEAN} {of_its_own}"
 
     def remedy_for_rows(self) -> str:
         if self.outputs[0].dim():
