@@ -288,6 +288,17 @@ def expanding_without_deriving() -> None:
     enn.expands(nn.Softplus)(Wrong)
 
 
+@refused(r"^expands: it decorates .*Plainly.*; wanted a class that derives from expanded_nn\.Expanded", TypeError)
+def a_twin_that_is_no_expanded_module() -> None:
+    class Plain(nn.Module):
+        pass
+
+    @enn.expands(Plain)
+    class Plainly(Plain):
+        def expanded_forward(self, x: Tensor) -> Tensor:
+            return x
+
+
 @refused(r"^expands: it decorates a function; wanted a class that derives from expanded_nn\.Expanded", TypeError)
 def a_function_as_a_twin() -> None:
     enn.expands(nn.Softplus)(nn.functional.relu)

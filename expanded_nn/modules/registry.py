@@ -55,15 +55,16 @@ def expands(torch_class: type[nn.Module] | str) -> Callable[[ExpandedClass], Exp
 
     def register(expanded_class: ExpandedClass) -> ExpandedClass:
         decorated: object = expanded_class
-        if not isinstance(decorated, type) or not issubclass(decorated, nn.Module):
-            wanted = "a class that derives from expanded_nn.Expanded"
-            remedy = "Write it above class Mine(Expanded, TheClass)."
-            raise TypeError(str(complaint("expands", f"it decorates {shown(decorated)}", wanted, remedy)))
-        if isinstance(torch_class, type) and not issubclass(expanded_class, torch_class):
+        is_class = isinstance(decorated, type) and issubclass(decorated, nn.Module)
+        if is_class and isinstance(torch_class, type) and not issubclass(expanded_class, torch_class):
             raise TypeError(
                 f"{expanded_class.__name__} expands {torch_class.__name__} but does not derive from it. "
                 f"Declare it as `class {expanded_class.__name__}(Expanded, {torch_class.__name__})`."
             )
+        if not is_class or not hasattr(decorated, "per_sample"):
+            wanted = "a class that derives from expanded_nn.Expanded"
+            remedy = "Write it above class Mine(Expanded, TheClass)."
+            raise TypeError(str(complaint("expands", f"it decorates {shown(decorated)}", wanted, remedy)))
         EXPANDED[torch_class] = expanded_class
         return expanded_class
 
