@@ -107,8 +107,8 @@ class PerSampleModule(nn.Module):
                 and the rows are those of the last backward.
             keep_factors: Whether rows of linear layers and convolutions are always held as their factors, the layer's
                 input and the gradient of its output, of which `PerSampleGrads.kronecker` and
-                `gram(per_position=True)` are made. By default (`False`) rows of a few thousand numbers, and those
-                whose factors are larger than they are, are dense from the start, which takes less time and memory.
+                `gram(per_position=True)` are made. By default (`False`) small rows, 32,768 numbers in all B of them,
+                and those whose factors are larger are dense from the start, which takes less time and memory.
             escalate: Whether a module goes sample by sample, with a `PerSampleWarning`, where a layer in it cannot tell
                 the samples apart (`True`). Without it that is an error.
             compare: Whether forwards are compared with those of half the samples, now and then, so that samples which

@@ -169,8 +169,8 @@ class Order(FunctionMode):
                     f"({func.__name__}{callers.place(callers.line_of_user())}): they may "
                     "be samples, which mix then, or positions that all samples share",
                     "rows that are one or the other",
-                    "For what all samples share call that layer with input.unsqueeze(0), or the model with "
-                    "shared_by_all(x); give a weight as many dimensions, expanded(weight).unsqueeze(1); do what mixes "
+                    "For what all samples share call that layer with input.unsqueeze(0), and the model with "
+                    "shared_by_all(x) if it is an argument; give a weight as many dimensions, expanded(weight).unsqueeze(1); do what mixes "
                     "samples outside of the model.",
                     refused_by=self,  # which layer's rows they are is not known
                 )
