@@ -25,7 +25,8 @@ MADE_BY_LIBRARIES = (  # the "files" of code that is made; not "<stdin>", nor a 
 
 def _folders_of_packages(folders: Iterable[str]) -> list[str]:
     """The folders in which packages are installed, as by `--user` and `--target`; not that of the script that runs."""
-    of_the_user = {Path.cwd(), Path(sys.path[0] if sys.path else "").resolve()}
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    of_the_user = {Path.cwd(), *([Path(script).resolve().parent] if script else [])}
     others = (Path(folder) for folder in folders if folder and Path(folder).resolve() not in of_the_user)
     return [f"{folder}{os.sep}" for folder in others if any(folder.glob("*.dist-info"))]
 

@@ -1621,5 +1621,6 @@ def test_folders_of_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     for folder in (packages, script):
         (folder / "something-1.0.dist-info").mkdir(parents=True)
     own.mkdir()
-    monkeypatch.setattr(sys, "path", [str(script), str(packages), str(own), ""])
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script / "train.py"), raising=False)
+    monkeypatch.setattr(sys, "path", [str(packages), str(script), str(own), ""])
     assert _errors._folders_of_packages(sys.path) == [f"{packages}{os.sep}"]

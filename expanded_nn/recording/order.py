@@ -170,8 +170,8 @@ class Order(FunctionMode):
                     "be samples, which mix then, or positions that all samples share",
                     "rows that are one or the other",
                     "For what all samples share call that layer with input.unsqueeze(0), and the model with "
-                    "shared_by_all(x) if it is an argument; give a weight as many dimensions, expanded(weight).unsqueeze(1); do what mixes "
-                    "samples outside of the model.",
+                    "shared_by_all(x) if it is an argument; give a weight as many dimensions, "
+                    "expanded(weight).unsqueeze(1); do what mixes samples outside of the model.",
                     refused_by=self,  # which layer's rows they are is not known
                 )
 
