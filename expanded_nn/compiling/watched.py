@@ -41,6 +41,7 @@ HOOKS_OF_TENSOR = "_backward_hooks", "_post_accumulate_grad_hooks"
 _SETS_HOOKS = Tensor.register_hook, Tensor.register_post_accumulate_grad_hook
 _SYMBOLS = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 _LIFT = torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default  # of numbers in the step's code
+_FROZEN_BY_PYTHON = 5_000  # objects at most: 3.12 begins with some hundreds; with torch, `gc.freeze` takes 100,000
 _ZERO = torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default
 
 
@@ -127,7 +128,8 @@ class Operations(TorchDispatchMode):
         for ref, line in reversed(self.tensors):
             tensor = ref()
             # without a referrer only autograd holds it, as a checkpoint may leave it; `gc.freeze` hides referrers
-            if tensor is not None and (gc.get_freeze_count() or not all(map(_is_of_rows, gc.get_referrers(tensor)))):
+            are_hidden = gc.get_freeze_count() > _FROZEN_BY_PYTHON
+            if tensor is not None and (are_hidden or not all(map(_is_of_rows, gc.get_referrers(tensor)))):
                 return text_of(line)
         return None
 
