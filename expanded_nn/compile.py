@@ -410,9 +410,11 @@ class Graphs:
         modules = (module for met in self.mets.values() for module in met.modules)
         own = {id(parameter) for module in modules for parameter in module._parameters.values()}
         own.update(id(leaf) for met in self.mets.values() for leaf in met.leaves)
-        for family in self.families.values():
-            if any(id(leaf) not in own for graph in family.graphs for leaf in graph.inputs.leaves):
-                family.drop_graphs()
+        self.families = {
+            kind: family
+            for kind, family in self.families.items()
+            if all(id(leaf) in own for graph in family.graphs for leaf in graph.inputs.leaves)
+        }
 
     def _compiled(self, family: Family, call: Call) -> tuple[Traced, Graph]:
         """A traced step and its graph; where there can be none for several sizes, for these sizes alone."""
