@@ -125,9 +125,12 @@ def complaint(who: str, problem: str, wanted: str, remedy: str, *, refused_by: A
 
 
 def add_note(error: BaseException, text: str) -> None:
-    """Adds a note of the library's to an error, where Python has them."""
-    if hasattr(error, "add_note"):  # from Python 3.11 on
-        error.add_note(f"expanded_nn: {text}")
+    """Adds a note of the library's to an error; Python 3.10 has no notes, so there it ends the text."""
+    note = f"expanded_nn: {text}"
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    else:
+        error.args = (f"{error}\n{note}", *error.args[1:])
 
 
 def sentence(text: str) -> str:

@@ -921,7 +921,8 @@ def test_what_takes_no_symbol_has_a_graph_for_each_size(scale: Callable[[int], f
         results = []
         for run in (compiled, step):
             model.zero_grad()
-            with warnings.catch_warnings(record=True, action="always") as caught:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
                 results.append(run(*batch))
             words = "each size takes a graph of its own, as its trace raises TypeError"
             said += sum(words in str(each.message) for each in caught)
