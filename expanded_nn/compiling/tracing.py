@@ -147,7 +147,8 @@ def trace(
     try:
         graph = _graph_of(body, fakes, contexts)
     finally:
-        looked_at = body.readings.put_back(leaves)
+        departed = (leaf for recorder in recorders for leaf in recorder.departed(recorder.leaves))
+        looked_at = body.readings.put_back(leaves, {id(leaf.visible_parameter()) for leaf in departed})
         others += looked_at
         with_grads = body.ops.put_grads_back()
         changed = body.ops.put_back()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from threading import get_ident
 from types import SimpleNamespace
@@ -215,21 +215,26 @@ class Readings(FunctionMode):
             self.len_lines.append(text_of(line_of_user()))
         return func(*args, **(kwargs or {}))
 
-    def put_back(self, leaves: Sequence[Tensor]) -> list[Tensor]:
+    def put_back(self, leaves: Sequence[Tensor], departed: Collection[int]) -> list[Tensor]:
         """Gives what has no part in the trace the `.grad` from before, if the step has looked at it; these tensors.
 
         Hooks that the step has set, and has not come to remove, are gone.
 
-        The `leaves` have a part in it.
+        The `leaves` have a part in it. At those that have `departed` from a model, given by their ids, the library
+        itself looks: they count if the step has changed something.
         """
         for leaf in leaves:
             self.grads.pop(id(leaf), None)
+        others = [
+            tensor
+            for key, (tensor, grad, was_trainable) in self.grads.items()
+            if key not in departed or tensor.grad is not grad or tensor.requires_grad != was_trainable
+        ]
         for tensor, grad, was_trainable in self.grads.values():
             tensor.grad = None if isinstance(grad, FakeTensor) else grad
             tensor.requires_grad_(was_trainable)
         for tensor, before in self.hooked.values():
             remove_new_hooks(tensor, before)
-        others = [tensor for tensor, *_ in self.grads.values()]
         self.grads.clear()
         self.hooked.clear()
         return others

@@ -376,10 +376,10 @@ class Recorder:
         Nobody asks for the rows of these: a doubt about them is no error, and they tell nothing of the others' `.grad`.
         """
         with_grad = [leaf for leaf in held if leaf.grad is not None]
-        departed = self._departed(with_grad) if with_grad else set()
+        departed = self.departed(with_grad) if with_grad else set()
         return [leaf for leaf in held if leaf not in departed]
 
-    def _departed(self, leaves: Iterable[Leaf]) -> set[Leaf]:
+    def departed(self, leaves: Iterable[Leaf]) -> set[Leaf]:
         """The leaves of parameters that have left the model, but live on."""
         in_model = {id(parameter) for _, _, parameter in self._parameters()}
         members = (leaf for leaf in leaves if leaf.is_member and leaf.visible_parameter() is not None)
@@ -389,7 +389,7 @@ class Recorder:
         """Drops the passes that only frozen or departed parameters hold rows of."""
         if self.store.held:
             held = self.leaves.with_rows()
-            self.store.drop_passes_of(self._departed(held).union(leaf for leaf in held if not leaf.is_trainable()))
+            self.store.drop_passes_of(self.departed(held).union(leaf for leaf in held if not leaf.is_trainable()))
 
     def backward_is_over(self, delivered: bool, failed: bool) -> None:
         """Ends a backward, which has delivered all its rows, or has failed before."""
