@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from functools import cached_property, lru_cache, partial, partialmethod
 from operator import is_
 from types import CellType, FunctionType, MappingProxyType, MethodType, ModuleType
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -138,7 +138,8 @@ class Outside:
 def has_dict(value: Any) -> bool:
     """Whether an object has a dict of attributes, not only a `__getattr__` that gives something for each name."""
     try:
-        return isinstance(object.__getattribute__(value, "__dict__"), dict | MappingProxyType)
+        # not `object`'s: a variable of each thread, `threading.local`, has a way of its own
+        return isinstance(cast(Any, type(value)).__getattribute__(value, "__dict__"), dict | MappingProxyType)
     except AttributeError:
         return False
 
