@@ -272,7 +272,7 @@ _ATTENTIONS = {F.scaled_dot_product_attention, F.multi_head_attention_forward}
 _CORRECTED = {Tensor.register_hook, Tensor.view, F.batch_norm, F.embedding, F.embedding_bag, F.linear}
 _STRIDED = [*functions("as_strided", "as_strided_copy"), torch.ops.aten.as_strided, torch.ops.aten.as_strided.default]
 _KEEP_DTYPE = functions("layer_norm", "group_norm")  # of whose parts the batching rules promote
-# what autocast computes in its dtype, in float32 (the last ones on a CPU alone), and as it is; the others it sees there
+# what autocast computes in its dtype, in float32, in float32 on a CPU alone, or as it is; it sees the rest under `vmap`
 _IN_LOWER = {*functions("addmm", "baddbmm", "addbmm", "prelu", "scaled_dot_product_attention"), torch.linalg.vecdot}
 _IN_LOWER.update(functions(*(f"conv{kind}{dims}d" for kind in ("", "_transpose") for dims in (1, 2, 3))))
 _LOSSES = {*functions("cross_entropy", "nll_loss", "l1_loss", "binary_cross_entropy_with_logits", "poisson_nll_loss")}
