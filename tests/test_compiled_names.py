@@ -1300,6 +1300,32 @@ def test_an_object_that_has_any_name_but_no_dict() -> None:
         torch.testing.assert_close(found, step())
 
 
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("compiles", [False, True])
+def test_an_argument_that_has_any_name_but_no_dict(compiles: bool, own: bool) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.scale = nn.Linear(8, 3), nn.Parameter(torch.ones(3)) if own else 1.0
+
+        def forward(self, x: Tensor, held: WithAnyName) -> Tensor:
+            return self.layer(x) * self.scale * held.limit  # type: ignore[no-any-return]
+
+    plain, held, (x, y) = Scaled(), WithAnyName(), samples(4)[0]
+    model = enn.convert(plain).per_sample()
+
+    def step(x: Tensor, y: Tensor, held: WithAnyName) -> None:
+        F.cross_entropy(model(x, held), y).backward()
+
+    called = enn.compile(step, backend="eager") if compiles else step
+    for number in range(6):
+        held.limit = 1.0 if number < 4 else 0.1
+        model.zero_grad()
+        called(x, y, held)
+        (expected,) = torch.autograd.grad(F.cross_entropy(plain(x, held), y), [plain.layer.weight])
+        torch.testing.assert_close(model.layer.weight.grad, expected)
+
+
 def test_what_a_trace_imports_stays_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model, (x, y), modules = enn.convert(small()).per_sample(), samples(4)[0], sys.modules
 

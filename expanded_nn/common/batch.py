@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves, tree_map
 
 from expanded_nn._errors import shown
-from expanded_nn.common.containers import is_record, names_in_record
+from expanded_nn.common.containers import has_dict, is_record, names_in_record
 from expanded_nn.common.traced import refuse_values
 
 Dims = tuple[int | None, ...]  # of several arguments, or several of one
@@ -112,7 +112,7 @@ def contents(
         if isinstance(leaf, dict | list | tuple):  # of a class of the user's, which torch's trees do not open
             items = leaf.values() if isinstance(leaf, dict) else leaf
             yield from contents([*iter(items)], depth - 1, depths, closed=closed) if depth else ()
-        is_object = hasattr(leaf, "__dict__") and not isinstance(leaf, (Tensor, nn.Module, type, ModuleType, *closed))
+        is_object = has_dict(leaf) and not isinstance(leaf, (Tensor, nn.Module, type, ModuleType, *closed))
         if is_object and depths.get(id(leaf), 0) < depth:
             depths[id(leaf)] = depth
             yield from contents(list(vars(leaf).values()), depth - 1, depths, closed=closed)

@@ -6,8 +6,8 @@ import copy
 import dataclasses
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator
-from types import GeneratorType
-from typing import Any
+from types import GeneratorType, MappingProxyType
+from typing import Any, cast
 
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
@@ -111,6 +111,15 @@ def _has_items(part: Any) -> bool:
     return isinstance(part, dict | UserDict | list)
 
 
+def has_dict(value: Any) -> bool:
+    """Whether an object has a dict of attributes, not only a `__getattr__` that gives something for each name."""
+    try:
+        # not `object`'s: a variable of each thread, `threading.local`, has a way of its own
+        return isinstance(cast(Any, type(value)).__getattribute__(value, "__dict__"), dict | MappingProxyType)
+    except AttributeError:
+        return False
+
+
 def is_record(part: Any) -> bool:
     """Whether it is an object of a dataclass."""
     return dataclasses.is_dataclass(part) and not isinstance(part, type)
@@ -119,7 +128,7 @@ def is_record(part: Any) -> bool:
 def names_in_record(record: Any) -> list[str]:
     """The names of its fields, as far as they are set, and of its other attributes."""
     fields = [field.name for field in dataclasses.fields(record) if hasattr(record, field.name)]
-    return [*dict.fromkeys((*fields, *getattr(record, "__dict__", ())))]
+    return [*dict.fromkeys((*fields, *(vars(record) if has_dict(record) else ())))]
 
 
 def _names(holder: Any) -> list[Any]:

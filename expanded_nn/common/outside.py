@@ -7,8 +7,8 @@ from collections import OrderedDict, UserDict, deque
 from collections.abc import Iterable
 from functools import cached_property, lru_cache, partial, partialmethod
 from operator import is_
-from types import CellType, FunctionType, MappingProxyType, MethodType, ModuleType
-from typing import Any, cast
+from types import CellType, FunctionType, MethodType, ModuleType
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -16,6 +16,7 @@ from expanded_nn._errors import NOT_THE_USERS
 from expanded_nn.common.arrays import bytes_of, copied, has_numbers, is_counter, put_numbers
 from expanded_nn.common.batch import NUMBERS
 from expanded_nn.common.bytecode import codes_in, global_names
+from expanded_nn.common.containers import has_dict
 
 CACHED = type(lru_cache(len))
 MOST = 10_000  # functions, objects, lists and dicts that are looked into; and items of a list or dict
@@ -133,15 +134,6 @@ class Outside:
             if value is not NOTHING and (id(owner), name) not in self.places:
                 self.places[id(owner), name] = owner, name, value
                 self._left.append((value, words))
-
-
-def has_dict(value: Any) -> bool:
-    """Whether an object has a dict of attributes, not only a `__getattr__` that gives something for each name."""
-    try:
-        # not `object`'s: a variable of each thread, `threading.local`, has a way of its own
-        return isinstance(cast(Any, type(value)).__getattribute__(value, "__dict__"), dict | MappingProxyType)
-    except AttributeError:
-        return False
 
 
 def is_users_object(value: Any) -> bool:

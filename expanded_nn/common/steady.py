@@ -26,9 +26,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from expanded_nn._errors import is_ours
 from expanded_nn.common.arrays import bytes_of, has_numbers, is_counter
 from expanded_nn.common.batch import contents, marked_like
+from expanded_nn.common.containers import has_dict
 from expanded_nn.common.functions import CHANGED, SIZES, attributes, is_in_place
 from expanded_nn.common.modes import FunctionMode, has_no_values, unseen, version_of
-from expanded_nn.common.outside import NOTHING, Outside, has_dict, holders_in, is_users_object, kept_in, put_back
+from expanded_nn.common.outside import NOTHING, Outside, holders_in, is_users_object, kept_in, put_back
 from expanded_nn.common.shared import is_parameter
 from expanded_nn.common.traced import is_traced
 

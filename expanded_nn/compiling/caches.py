@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from expanded_nn.common.outside import CACHED, has_dict
+from expanded_nn.common.containers import has_dict
+from expanded_nn.common.outside import CACHED
 
 _FOR_GOOD = Tensor, str, bytes, int, float, complex, tuple, frozenset, type(None)  # what a result is and stays
 

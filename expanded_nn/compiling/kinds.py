@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils._device import DeviceContext
 
 from expanded_nn.common.batch import contents, is_shared_by_all
+from expanded_nn.common.containers import has_dict
 from expanded_nn.common.modes import function_modes, is_autocast, saved_tensors_are_packed
 from expanded_nn.common.traced import OnlyEager
 from expanded_nn.compiling.looks import (
@@ -94,7 +95,7 @@ class Call:
             return cls, number, tuple([self._of(item) for item in value[:-1]])
         if cls not in _PYTHONS and is_the_users(cls):  # which may have attributes that count
             self.objects.append(cls)
-            if isinstance(value, tuple | list) and getattr(value, "__dict__", None):
+            if isinstance(value, tuple | list) and has_dict(value) and vars(value):
                 raise OnlyEager(
                     f"an argument is a {cls.__name__} with attributes of its own (give these as arguments, too, or in "
                     "a dataclass)"

@@ -21,7 +21,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from expanded_nn._errors import shown
 from expanded_nn.common.arrays import has_numbers, key_of_numbers
-from expanded_nn.common.outside import CACHED, has_dict
+from expanded_nn.common.containers import has_dict
+from expanded_nn.common.outside import CACHED
 from expanded_nn.common.steady import is_generator
 from expanded_nn.common.traced import OnlyEager
 from expanded_nn.compiling.caches import results_of

@@ -25,7 +25,8 @@ from expanded_nn.common.bytecode import (
     matched_attributes,
     variables_around,
 )
-from expanded_nn.common.outside import CACHED, NOTHING, has_dict, is_of_users, put, value_in
+from expanded_nn.common.containers import has_dict
+from expanded_nn.common.outside import CACHED, NOTHING, is_of_users, put, value_in
 from expanded_nn.common.steady import OWN_STATE
 from expanded_nn.compiling.called import Code, Ran
 from expanded_nn.compiling.seen import Seen, plain_items

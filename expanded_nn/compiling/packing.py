@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from expanded_nn._errors import is_ours
 from expanded_nn.common.batch import contents
-from expanded_nn.common.containers import is_record, names_in_record
+from expanded_nn.common.containers import has_dict, is_record, names_in_record
 from expanded_nn.common.outside import NOTHING
 from expanded_nn.common.traced import OnlyEager
 from expanded_nn.compiling.names import is_the_users
@@ -128,7 +128,7 @@ def _is_made_in_another_way(value: Any) -> bool:
     """Whether a list or tuple of the user's class cannot be made from its items alone."""
     cls: Any = type(value)
     makes = cls.__new__ not in (list.__new__, tuple.__new__) or cls.__init__ not in (list.__init__, tuple.__init__)
-    return is_the_users(cls) and (makes or bool(getattr(value, "__dict__", None)))
+    return is_the_users(cls) and (makes or (has_dict(value) and bool(vars(value))))
 
 
 def has_items(value: Any) -> bool:
@@ -155,7 +155,7 @@ def attributes_beside_items(container: Any) -> dict[str, Any]:
     if type(container) is dict or not isinstance(container, Mapping) or not is_the_users(type(container)):
         return {}
     items, held = dict(container), container.data if isinstance(container, UserDict) else NOTHING
-    attributes = getattr(container, "__dict__", {})
+    attributes = vars(container) if has_dict(container) else {}
     return {name: own for name, own in attributes.items() if own is not held and own is not items.get(name, NOTHING)}
 
 
