@@ -158,6 +158,11 @@ def assert_derivatives_of_rows(model: nn.Module, module: nn.Module, call: Call, 
     model.zero_grad()
 
 
+def notes_on(error: BaseException) -> list[str]:
+    """The library's notes on an error; Python 3.10 has no notes, so there they are lines behind its text."""
+    return getattr(error, "__notes__", None) or str(error).split("\n")[1:]
+
+
 def skip_without_bfloat16(module: nn.Module, call: Call) -> None:
     """Skips a test of a call that torch itself cannot run in bfloat16 on this processor, as that of an LSTM."""
     try:

@@ -1,6 +1,5 @@
 """Models called with several rows of each sample, as the patches of all images, beside one row per sample."""
 
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -15,7 +14,7 @@ import expanded_nn as enn
 from expanded_nn.core import cost
 from expanded_nn.layers.general.alone import Alone, FoldedBatch
 from expanded_nn.modules.registry import EXPANDED
-from oracle import Call, assert_close, assert_close_rows, loop, rows_of, set_seed, total_loss
+from oracle import Call, assert_close, assert_close_rows, loop, notes_on, rows_of, set_seed, total_loss
 from some import slow
 from test_folded import runs_whole, values
 
@@ -338,7 +337,6 @@ def test_other_numbers_of_images_and_samples() -> None:
     assert_right(model, call(), call(images=1), call(images=3), call(samples=4), call(samples=1), call(samples=2))
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="add_note is new in Python 3.11")
 @pytest.mark.parametrize("counts", [(1, 2, 1), (1, 3, 2)], ids=["other_rows", "as_many_as_equal_ones"])
 def test_unequal_numbers_of_images_are_refused_and_right_alone(counts: tuple[int, ...]) -> None:
     module, images = built(nn.Linear(8, D)), values(sum(counts), 8)
@@ -347,7 +345,7 @@ def test_unequal_numbers_of_images_are_refused_and_right_alone(counts: tuple[int
         ids[i, :count] = IMAGE
     with pytest.raises(enn.PerSampleError) as refusal:
         enn.convert(module).per_sample()(ids, images)
-    assert "call the model with each alone, and backward() after each" in refusal.value.__notes__[-1]
+    assert "call the model with each alone, and backward() after each" in notes_on(refusal.value)[-1]
     model, calls = enn.convert(module).per_sample(), list(zip(ids.split(1), images.split(counts), strict=True))
     for of_sample in calls:
         total_loss(model, Call(of_sample)).backward()
