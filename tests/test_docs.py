@@ -86,6 +86,21 @@ def test_the_code_of_a_page(page: Path) -> None:
         pytest.skip(f"all of {page.name} ran but the blocks that import {', '.join(left_out)}: not installed")
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_reader_can_paste_a_page(page: Path) -> None:
+    """Its blocks run one after the other without what only the tests see, where their packages are there."""
+    names: dict[str, object] = {"__name__": page.stem}
+    for block in BLOCK.finditer(page.read_text()):
+        code = block["code"]
+        missing = (
+            code is None or "their_package" in code or any(w in code and find_spec(NEEDS[w]) is None for w in NEEDS)
+        )
+        if not missing:
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                exec(code, names)
+
+
 def test_blocks_are_found() -> None:
     """Every fence that says Python is one that runs."""
     for page in PAGES:
