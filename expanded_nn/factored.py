@@ -19,7 +19,9 @@ from expanded_nn.common.functions import functions
 from expanded_nn.common.modes import no_torch_function, refuse_batched
 from expanded_nn.common.traced import OnlyEager
 from expanded_nn.core.algebra import Kind
+from expanded_nn.core.elementwise import Elementwise
 from expanded_nn.core.geometry import Geometry
+from expanded_nn.core.lines import Lines
 from expanded_nn.core.parts import Parts
 from expanded_nn.core.patches import Patches
 from expanded_nn.core.terms import Dense, Differentiable, OneHot, Outer, PaddedOuter, SparseOneHot, Term
@@ -31,7 +33,8 @@ from expanded_nn.rows.storage import Recycled
 Gradient = Callable[..., Tensor]
 PRODUCTS = set(functions("matmul", "__matmul__", "__rmatmul__", "mv", "einsum", "tensordot", "inner", "linear"))
 SAVED_VERSION = 2  # of what `__reduce_ex__` hands to `rebuilt`
-SAVED_KINDS = {kind.__name__: kind for kind in (Dense, Outer, PaddedOuter, Parts, OneHot, SparseOneHot, Patches)}
+KINDS = Dense, Outer, PaddedOuter, Parts, OneHot, SparseOneHot, Patches, Elementwise, Lines
+SAVED_KINDS = {kind.__name__: kind for kind in KINDS}
 
 
 def _of_dense(name: str) -> Any:
@@ -157,7 +160,10 @@ torch.serialization.add_safe_globals([rebuilt])
 
 def _to_save(term: Term) -> tuple[Any, ...]:
     """A term as plain data; a factor that is a part of a larger storage is cloned, as a file would hold all of it."""
-    own = (factor.detach() for factor in term.factors)
+    if isinstance(term, Elementwise):
+        return "Elementwise", list(term.shared), (), term.dtype, 1.0, _to_save(term.unchanged), 0
+    shared = term.shared if isinstance(term, Lines) else ()
+    own = (factor.detach() for factor in (*term.factors, *shared))
     factors = [f if f.untyped_storage().nbytes() <= f.numel() * f.itemsize else f.clone() for f in own]
     numbers = astuple(term.geometry) if isinstance(term, Patches) else term.numbers if isinstance(term, Parts) else ()
     name = "Dense" if isinstance(term, Differentiable) else type(term).__name__
@@ -174,6 +180,10 @@ def _from_saved(
     of_gradient: int = 0,  # version 1 has none
 ) -> Term:
     kind = SAVED_KINDS[name]
+    if kind is Elementwise:
+        return Elementwise.of(_from_saved(*numbers), *factors)
+    if kind is Lines:
+        return Lines.of(*factors).scaled(coefficient).to(dtype)
     options = {"geometry": Geometry(*numbers)} if kind is Patches else {}
     term = kind(factors, row_shape, dtype, coefficient, **options)
     term.of_gradient = of_gradient

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 import expanded_nn as enn
 from cases import CASES, EVEN_SAME, Case, Scale
-from expanded_nn.compiling.backends import _PRODUCTS, _spell_out_small_products, _take_biases_out
+from expanded_nn.compiling.backends import _PRODUCTS, _decompositions, _spell_out_small_products, _take_biases_out
 from expanded_nn.core import cost
 from some import some
 
@@ -695,6 +695,28 @@ def test_options_are_inductors(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = functools.partial(enn.compile, cpp_wrapper=True)
     monkeypatch.setattr(enn, "compile", compiled)
     law(perceptron, classified, samples(4, 4, 5, 6), backend="inductor")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning", "ignore:Torchinductor does not:UserWarning")
+def test_sums_by_an_index_on_two_threads() -> None:
+    """Inductor calls torch's kernel for them there."""
+    torch.set_num_threads(2)
+    graph = make_fx(lambda v, i: torch.ops.aten.embedding_dense_backward(v, i, 9, -1, False))
+    by_index = torch.ops.aten.embedding_dense_backward.default
+    examples = [torch.randn(3, 4), torch.randint(9, (3,))]
+    assert by_index not in _decompositions({}, examples)
+    assert any(node.target is by_index for node in graph(*examples).graph.nodes)
+    batches = [(torch.randint(11, (size, 7)), torch.randint(3, (size,))) for size in (4, 4, 6, 5, 6, 1, 1)]
+
+    def step(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        F.cross_entropy(model(x).mean(1), y).backward()
+        return enn.clip_grad_sample_norms_(model, max_norm=0.1)
+
+    try:
+        law(lambda: nn.Sequential(nn.Embedding(11, 5), nn.Linear(5, 3)), step, batches, backend="inductor")
+    finally:
+        torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize(("tracing_mode", "left"), [("fake", 1), ("symbolic", 4)])

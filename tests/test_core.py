@@ -15,9 +15,24 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from expanded_nn import core
-from expanded_nn.core import algebra, cost, geometry, kronecker, parts, patches, positions, products, sketch, terms
+from expanded_nn.core import (
+    algebra,
+    cost,
+    elementwise,
+    geometry,
+    kronecker,
+    lines,
+    parts,
+    patches,
+    positions,
+    products,
+    sketch,
+    terms,
+)
 from expanded_nn.core.algebra import Block, Kind
+from expanded_nn.core.elementwise import Elementwise
 from expanded_nn.core.geometry import Geometry
+from expanded_nn.core.lines import Lines, matvec_by_line, with_scaled_lines
 from expanded_nn.core.parts import Parts
 from expanded_nn.core.patches import Patches
 from expanded_nn.core.products import Products, sum_of_both
@@ -85,6 +100,28 @@ def one_hot(kind: type[OneHot]) -> Case:
     )
 
 
+def by_lines() -> Case:
+    return Case(
+        lambda: (torch.randn(B, 4), torch.randn(4, 6)),
+        lambda numbers, matrix: Lines.of(numbers, matrix),
+        lambda numbers, matrix: numbers[:, :, None] * matrix,
+    )
+
+
+def times_one(of: Case) -> Case:
+    """The rows of another kind, all times the same tensor."""
+
+    def factors() -> tuple[Tensor, ...]:
+        of_rows = of.factors()
+        return *of_rows, torch.randn(of.term(*of_rows).row_shape).clamp(min=-1)
+
+    return Case(
+        factors,
+        lambda *given: Elementwise.of(of.term(*given[:-1]), given[-1]),
+        lambda *given: of.twin(*given[:-1]) * given[-1],
+    )
+
+
 def convolution(
     size: tuple[int, ...],
     row_shape: tuple[int, ...],
@@ -135,6 +172,16 @@ CASES = {
     "patches by groups": convolution((7,), (2, 2, 3), torch.float32),
     "patches by moving": convolution((7,), (4, 1, 3), torch.float32, groups=4),
     "patches by columns": convolution((6,), (16, 16, 5), torch.float32),
+    "lines": by_lines(),
+    "elementwise, lines": times_one(by_lines()),
+    "elementwise, outer": times_one(outer(1)),
+    "elementwise, no position": times_one(outer(0)),
+    "elementwise, many positions": times_one(outer(9)),
+    "elementwise, twice": times_one(times_one(outer(2))),
+    "elementwise, parts": times_one(of_parts(True, False, True, True)),
+    "elementwise, dense": times_one(Case(lambda: (torch.randn(B, 4, 6),), Dense.of, lambda rows: rows)),
+    "elementwise, one-hot": times_one(one_hot(OneHot)),
+    "elementwise, patches": times_one(convolution((5,), (8, 8, 3), padding=1)),
 }
 
 
@@ -167,6 +214,22 @@ LAWS: dict[str, tuple[Callable[[Term], Tensor], Callable[[Tensor, Term], Tensor]
         lambda rows, t: 2 * rows.sum(0),
     ),
     "matvec": (lambda t: t.matvec(vector(t)), lambda rows, t: (rows * vector(t)).flatten(1).sum(1)),
+    "lines.matvec_by_line": (
+        lambda t: matvec_by_line(t, vector(t)),
+        lambda rows, t: (rows * vector(t)).flatten(2).sum(2),
+    ),
+    "lines.matvec_by_line of one": (
+        lambda t: matvec_by_line(t, vector(t)[None]),
+        lambda rows, t: (rows * vector(t)).flatten(1).sum(1, keepdim=True),
+    ),
+    "lines.matvec_by_line of others": (
+        lambda t: matvec_by_line(t, vector(t).view(2, -1)),
+        lambda rows, t: (rows * vector(t)).view(len(rows), 2, -1).sum(2),
+    ),
+    "lines.with_scaled_lines": (
+        lambda t: with_scaled_lines(t, vector(t).flatten()[: t.row_shape[0]]).dense(),
+        lambda rows, t: torch.einsum("bo...,o->bo...", rows, vector(t).flatten()[: rows.shape[1]]),
+    ),
     "squared_norms": (lambda t: t.squared_norms(), lambda rows, t: rows.flatten(1).square().sum(1)),
     "squared_norms products": (
         lambda t: t.squared_norms(Products()),
@@ -200,6 +263,16 @@ OF_ONE_KIND = {  # what one kind of term has beside
     "transposed": ("outer, few positions", lambda t: t.transposed().dense(), lambda rows, t: rows.mT),
     "outers": ("parts, others", lambda t: next(t.outers())[1].dense(), lambda rows, t: rows[:, 0]),
     "numbered": ("parts, only one", lambda t: t.numbered((2,)).dense(), lambda rows, t: rows.roll(1, 1)),
+    "magnitudes": ("outer, one position", lambda t: t.magnitudes().dense(), lambda rows, t: rows.abs()),
+    "magnitudes of two": ("elementwise, outer", lambda t: t.magnitudes().dense(), lambda rows, t: rows.abs()),
+    "magnitudes of lines": ("lines", lambda t: t.magnitudes().dense(), lambda rows, t: rows.abs()),
+    "matrix of lines": ("lines", lambda t: t.factors[0][:, :, None] * t.matrix * t.coefficient, lambda rows, t: rows),
+    "matvec_by_channel": (
+        "patches, groups",
+        lambda t: t.matvec_by_channel(vector(t)),
+        lambda rows, t: (rows * vector(t)).flatten(2).sum(2),
+    ),
+    "unchanged": ("elementwise, outer", lambda t: t.unchanged.dense() * t.shared[0], lambda rows, t: rows),
     "padded": ("outer, few positions", lambda t: t.padded((1, 2)).dense(), lambda rows, t: F.pad(rows, (0, 0, 1, 2))),
 }
 SIZES = {
@@ -245,7 +318,7 @@ def test_of_one_kind(law: str) -> None:
     assert_is_law(CASES[kind], of_term, of_twin)
 
 
-PAIRS = [name for name in CASES if not name.startswith("patches") and "float32" not in name]
+PAIRS = [name for name in CASES if "patches" not in name and "float32" not in name]
 
 
 @pytest.mark.parametrize(("left", "right"), some([*product(PAIRS, PAIRS)]))
@@ -299,6 +372,7 @@ OF_BLOCKS: dict[str, tuple[Callable[[list[Block]], Tensor], Callable[[Tensor], T
     "weighted_sum": (lambda b: algebra.weighted_sum(b, KIND, by_row()), lambda r: torch.einsum("b,b...", by_row(), r)),
     "weighted_sum plain": (lambda b: algebra.weighted_sum(b, KIND), lambda rows: rows.sum(0)),
     "weighted_sum none": (lambda b: algebra.weighted_sum(b[2:3], KIND), lambda rows: torch.zeros(4, 6)),
+    "matvec_by_line": (lambda b: algebra.matvec_by_line(b, KIND, torch.ones(4, 6)), lambda rows: rows.sum(2)),
     "matvec": (lambda b: algebra.matvec(b, KIND, torch.ones(4, 6)), lambda rows: rows.sum((1, 2))),
     "joined": (lambda b: algebra.dense(algebra.joined(doubled(b)), KIND), lambda rows: torch.cat([rows, 2 * rows])),
     "gram": (lambda b: algebra.gram(b, b[::-1], KIND), lambda r: r.flatten(1) @ r[reversed_blocks()].flatten(1).t()),
@@ -508,7 +582,7 @@ def test_sketches(name: str, dim: int, at_once: int, by_factors: bool, monkeypat
     monkeypatch.setattr(cost, "CHUNK_NUMEL", at_once)
     case = CASES[name]
     term = case.term(*case.factors())
-    sizes, count = terms.sides(term.row_shape), len(term.factors)
+    sizes, count = terms.sides(term.row_shape), len(case.factors())
     inputs = [(*case.factors(), *drawn_sketch(sizes)) for _ in range(2)]
 
     def numbers(*tensors: Tensor) -> Tensor:
@@ -534,7 +608,7 @@ def test_sketches(name: str, dim: int, at_once: int, by_factors: bool, monkeypat
 def test_two_sided_projections(name: str) -> None:
     case = CASES[name]
     term = case.term(*case.factors())
-    sizes, count = terms.sides(term.row_shape), len(term.factors)
+    sizes, count = terms.sides(term.row_shape), len(case.factors())
     inputs = [(*case.factors(), torch.randn(2, sizes[0]), torch.randn(4, sizes[1])) for _ in range(2)]
 
     def numbers(*tensors: Tensor) -> Tensor:
@@ -612,7 +686,7 @@ BY_NAME = {
         "products.sum_of_both",
     ),
     *("positions.numbers_of_positions", "positions.gram_by_position", "terms.products_of_positions"),
-    *("sketch.transform_length", "algebra.of_pairs", "of_gradient"),
+    *("sketch.transform_length", "algebra.of_pairs", "of_gradient", "shared"),
 }
 
 
@@ -643,12 +717,29 @@ def test_every_function_has_a_case() -> None:
     by_term = {law.partition(" ")[0] for law in LAWS} | set(OF_ONE_KIND) | SIZES
     by_blocks = {f"algebra.{name.partition(' ')[0]}" for name in OF_BLOCKS}
     names = set().union(
-        *map(public, (terms, parts, patches, algebra, geometry, kronecker, positions, products, sketch))
+        *map(
+            public,
+            (terms, parts, patches, elementwise, lines, algebra, geometry, kronecker, positions, products, sketch),
+        )
     )
     by_path = public(geometry) | {"patches.inner_by_windows", "patches.inner_by_entries", "patches.as_linear"}
     assert names <= by_term | by_blocks | by_path | BY_NAME  # test_paths_of_patches, the tests above
     files = {file.stem for file in FILES} - {"__init__", "cost"}
-    assert files == {"terms", "parts", "patches", "algebra", "geometry", "kronecker", "positions", "products", "sketch"}
+    assert files == {
+        *(
+            "terms",
+            "parts",
+            "patches",
+            "elementwise",
+            "lines",
+            "algebra",
+            "geometry",
+            "kronecker",
+            "positions",
+            "products",
+        ),
+        "sketch",
+    }
 
 
 def test_paths_of_patches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import copy
 import gc
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from itertools import accumulate
 from operator import itemgetter, setitem
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
@@ -28,6 +29,7 @@ from expanded_nn.grads import PerSampleGrads
 from expanded_nn.rows.cell import Cell, Guarded
 
 MOST = 10_000  # objects that are looked into for tensors
+TENSORS = "factors", "shared"  # of a term
 WITH_COUNT = KroneckerFactors, EigenFactors  # their count is another one at each call
 _NO_COUNTS: Mapping[int, Tensor] = {}
 Parts = Sequence[Any]  # tensors, and symbolic sizes in a graph for changing sizes
@@ -220,12 +222,18 @@ def _packed_rows(rows: FactoredTensor, parts: list[Any]) -> Remake:
 
 
 def _packed_term(term: Term, parts: list[Any]) -> Callable[[Parts], Term]:
-    start, stop = len(parts), len(parts) + len(term.factors)
-    parts.extend(term.factors)
-    _refuse_symbols(*(value for value in vars(term).values() if isinstance(value, tuple) and value is not term.factors))
+    start, between, stop = accumulate((len(parts), len(term.factors), len(term.shared)))
+    parts.extend([*term.factors, *term.shared])
+    _refuse_symbols(*(value for name, value in vars(term).items() if isinstance(value, tuple) and name not in TENSORS))
     coefficient, bare = packed(term.coefficient, parts), copy.copy(term)
-    bare.factors, bare.coefficient = (), 1.0  # so that nothing of the trace lives on
-    return lambda new_parts: bare.remake(new_parts[start:stop], coefficient(new_parts), bare.dtype)
+    bare.factors, bare.shared, bare.coefficient = (), (), 1.0  # so that nothing of the trace lives on
+
+    def remake(new_parts: Parts) -> Term:
+        remade = bare.remake(new_parts[start:between], coefficient(new_parts), bare.dtype)
+        remade.shared = tuple(new_parts[between:stop])
+        return remade
+
+    return remake
 
 
 def _refuse_symbols(*values: Any) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from expanded_nn.core import cost
+from expanded_nn.core.lines import matvec_by_line as by_line
 from expanded_nn.core.products import Products
 from expanded_nn.core.terms import Dense, OneHot, Outer, Term
 
@@ -93,6 +94,16 @@ def matvec(
 ) -> Tensor:  # (B,)
     """`<row, vector>` for each row."""
     return _cat([sum((term.matvec(vector) for term in terms), start=kind.zeros(size)) for size, terms in blocks])
+
+
+def matvec_by_line(
+    blocks: Sequence[Block],
+    kind: Kind,
+    matrix: Tensor,  # (lines, ...), as many numbers as a row has
+) -> Tensor:  # (B, lines)
+    """The product of each line of a row with the same line of a matrix, for each row."""
+    products = [[by_line(term, matrix) for term in terms] for _, terms in blocks]
+    return _cat([sum(of, start=kind.zeros(size, len(matrix))) for (size, _), of in zip(blocks, products, strict=True)])
 
 
 def gram(blocks: Sequence[Block], other_blocks: Sequence[Block], kind: Kind) -> Tensor:  # (B, B')

@@ -88,9 +88,13 @@ class Patches(Term):
         return weight_gradient(g, x, self.row_shape, self.geometry)
 
     def matvec(self, vector: Tensor) -> Tensor:
+        return self.matvec_by_channel(vector).sum(1)
+
+    def matvec_by_channel(self, vector: Tensor) -> Tensor:
+        """`<row[b,o], vector[o]>` for each of the first dimension's channels, `(B, out)`."""
         g, x = self.unscaled()
         y = convolution(x, vector.reshape(self.row_shape), self.geometry)
-        return (y * g).flatten(1).sum(1).mul_(self.coefficient)
+        return (y * g).flatten(2).sum(2).mul_(self.coefficient)
 
     def squared_norms(self, products: Products | None = None) -> Tensor:
         return super().squared_norms() if self.norms_take_rows else self.inner(self)

@@ -44,10 +44,12 @@ class Term(ABC):
         coefficient: A number that multiplies all rows.
 
     Attributes:
+        shared: What all rows are made with, besides.
         of_gradient: Which factor is the output's gradient, and scaled as rows are; the second one after a
             transposition.
     """
 
+    shared: tuple[Tensor, ...] = ()
     of_gradient = 0
 
     def __init__(
@@ -90,6 +92,13 @@ class Term(ABC):
         term = object.__new__(type(self))  # as copy.copy does, in a fifth of the time
         term.__dict__.update(self.__dict__, **attributes)
         return term
+
+    def magnitudes(self) -> Term:
+        """The term with all of its numbers positive; its index, if it has one, stays."""
+        are_numbers = [factor.is_floating_point() or factor.is_complex() for factor in self.factors]
+        pairs = zip(self.factors, are_numbers, strict=True)
+        factors = [factor.abs().to(factor.dtype) if is_number else factor for factor, is_number in pairs]
+        return self.remake(factors, abs(self.coefficient), self.dtype)
 
     def have_zero_factors(self) -> Tensor:
         """Whether a row is zero because a factor of it is, `(B,)`."""
@@ -224,7 +233,13 @@ class Dense(Term):
         (rows,) = self.unscaled()
         return _matrix(rows)
 
+    @property
+    def fills_memory(self) -> bool:
+        return True
+
     def dense(self, out: Tensor | None = None) -> Tensor:
+        if out is not None:
+            return torch.mul(self.unscaled()[0], self.coefficient, out=out)
         (rows,) = self.weighted()
         return rows.clone() if rows is self.factors[0] else rows
 
@@ -248,6 +263,10 @@ class Dense(Term):
 
 class Differentiable(Dense):
     """Rows with a history, which all that is computed from them has as well."""
+
+    @property
+    def fills_memory(self) -> bool:
+        return False
 
     @staticmethod
     def _held(factor: Tensor) -> Tensor:

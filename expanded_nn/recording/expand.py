@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -13,16 +12,15 @@ from torch import Tensor
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn.common.meanwhile import meanwhile
 from expanded_nn.common.modes import no_torch_function, refuse_batched, without_autocast
-from expanded_nn.common.traced import is_traced
-from expanded_nn.core import cost
 from expanded_nn.core.terms import Dense
-from expanded_nn.factored import FactoredTensor, materialized, times
+from expanded_nn.factored import FactoredTensor, as_factored, materialized, times
 from expanded_nn.recording.backward import accumulates
 from expanded_nn.recording.graph import graph_of, leaves_behind
 from expanded_nn.recording.leaf import Leaf
 from expanded_nn.recording.lift import quiet_fallbacks
 from expanded_nn.recording.passes import Pass
 from expanded_nn.recording.settings import RecorderLike, Settings
+from expanded_nn.recording.sources import rows_of_sources
 from expanded_nn.rows.storage import Recycled
 
 # computes a weight anew, from the leaves that it was computed from and other values for them
@@ -112,37 +110,6 @@ def derivatives(args: Any, kwargs: Any) -> Any:
             "Write the inner step with torch.func.functional_call(net, weights, x), outside of the model's forward.",
         )
     return found
-
-
-def rows_of_sources(result: Tensor, sources: Sequence[Tensor], rows: Tensor) -> Sequence[Tensor | None]:
-    """The rows of the `sources` that `result` is computed from, by the rows of `result`; some samples at a time."""
-    batch, at_once = rows.shape[0], cost.at_once(result.numel(), cost.DERIVED_AT_ONCE)
-    if is_traced() or at_once >= batch:
-        return _rows_at_once(result, sources, rows)
-    parts = (_rows_at_once(result, sources, rows[first : first + at_once]) for first in range(0, batch, at_once))
-    all_rows: list[Tensor | None] = []
-    for number, grads in enumerate(parts):
-        all_rows = all_rows or [None if grad is None else grad.new_empty(batch, *grad.shape[1:]) for grad in grads]
-        for whole, grad in zip(all_rows, grads, strict=True):
-            if whole is not None and grad is not None:
-                whole[number * at_once : (number + 1) * at_once] = grad
-    return all_rows
-
-
-def _rows_at_once(result: Tensor, sources: Sequence[Tensor], rows: Tensor) -> list[Tensor | None]:
-    """The same for a few samples, all at once."""
-    rows, trainable = materialized(rows), [source for source in sources if source.requires_grad]  # as of now
-    gradients = partial(torch.autograd.grad, result, trainable, retain_graph=True, allow_unused=True)
-    if rows.shape[0] == 1:
-        found: Sequence[Tensor | None] = [None if grad is None else grad[None] for grad in gradients(rows[0])]
-    elif cost.is_symbol(rows.shape[0]):  # is_grads_batched takes none, and vmap follows no checkpoint
-        with quiet_fallbacks():
-            found = torch.vmap(gradients)(rows)
-    else:
-        with quiet_fallbacks():
-            found = gradients(rows, is_grads_batched=True)
-    of_trainable = iter(found)
-    return [next(of_trainable) if source.requires_grad else None for source in sources]
 
 
 class Computed:
@@ -238,15 +205,17 @@ def keeps_factors(*expanded: Tensor | None) -> bool:
 
 
 def _kept_and_total(
-    rows: Tensor, scale: float, add_up: bool, settings: Settings, memory: Recycled | None
+    rows: Tensor, scale: float, add_up: bool, settings: Settings, memory: Recycled
 ) -> tuple[Tensor, Tensor | None]:
     """The rows times `scale`, factored or dense as sizes and settings say; and the plain gradient, the rows' own sum.
 
     Without `add_up` the plain gradient is not needed. Dense rows are written to `memory`.
     """
-    kept = times(rows, scale)
-    if not isinstance(rows, FactoredTensor) or rows.requires_grad:
-        return kept, rows.sum(0) if add_up else None
+    if rows.requires_grad:
+        return times(rows, scale), rows.sum(0) if add_up else None
+    kept = times(as_factored(rows), scale)
+    if not isinstance(rows, FactoredTensor):
+        return materialized(kept, memory), rows.sum(0) if add_up else None
     terms = rows.terms()
     larger = sum(term.numel() for term in terms) >= rows.numel() and not settings.keep_factors
     dense = larger or (settings.materialize and rows.sums_faster_dense())

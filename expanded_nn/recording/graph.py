@@ -47,6 +47,17 @@ def shape_of(node: Any, output: int = 0) -> Sequence[int]:
     return () if node is None else cast(Sequence[int], node._input_metadata[output].shape)
 
 
+# the operations each number of whose result is computed from one number of each tensor, in its place
+ELEMENTWISE = {
+    *("Add", "Sub", "Rsub", "Mul", "Div", "Neg", "Exp", "Expm1", "Log", "Log1p", "Sqrt", "Rsqrt", "Pow", "Abs"),
+    *("Reciprocal", "Sin", "Cos", "Tanh", "Sigmoid", "LogSigmoid", "Relu", "Silu", "Gelu", "Softplus", "Elu"),
+    *("Mish", "LeakyRelu", "Hardtanh", "Hardswish", "Hardsigmoid", "Threshold", "Clamp", "ClampMin"),
+    *("ClampMax", "Erf", "Maximum", "Minimum", "Where", "MaskedFill", "Addcmul", "Lerp", "NativeDropout"),
+    *("Tan", "Atan", "Sinh", "Cosh", "Log2", "Log10", "Exp2", "Celu", "Round", "Floor", "Ceil", "Sign"),
+    *("NanToNum", "Clone", "ToCopy", "Alias", "ViewAs"),
+}
+
+
 def saved_number(number: int) -> int:
     """A number that a node has saved; torch shows a negative one as one without a sign."""
     return number - (1 << 64) if number >= 1 << 63 else number

@@ -90,7 +90,7 @@ def _begin_anew(leaf: Leaf, clipped: Collection[int], is_stale: bool) -> None:
     rows = None if leaf.published.rows is None else hidden(leaf.published.rows)
     own = getattr(parameter, "grad_sample", None)
     place = {"location": leaf.location, "handle": leaf.handle}
-    new = Leaf(leaf.parameter, leaf.is_member, leaf.scales_rows, Published(rows), memory=None, **place)
+    new = Leaf(leaf.parameter, leaf.is_member, leaf.scales_rows, Published(rows), **place)
     vars(leaf).update(vars(new))
     leaf.note_grad()
     if parameter is not None:

@@ -148,7 +148,7 @@ class Leaf:
         expected: The gradient that has to arrive at it, by the number of the backward.
         scales_rows: Whether its rows are scaled by B, as those of a mean over the samples.
         notes: What is noted of its `.grad`.
-        memory: The memory that its dense rows are written to; `None` in a trace.
+        memory: The memory that its dense rows are written to.
         location: Where it is in the model, as far as that is known.
         handle: The handle of the hook that watches it.
     """
@@ -159,7 +159,7 @@ class Leaf:
     published: Published = field(default_factory=Published)
     expected: dict[int, ExpectedGradient] = field(default_factory=dict)
     notes: GradNotes = field(default_factory=GradNotes)
-    memory: Recycled | None = field(default_factory=Recycled)
+    memory: Recycled = field(default_factory=Recycled)
     location: Location | None = None
     handle: Any = None
 

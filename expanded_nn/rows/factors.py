@@ -15,7 +15,9 @@ from expanded_nn.common.modes import version_of, without_autocast
 from expanded_nn.common.traced import is_traced
 from expanded_nn.core import algebra, cost, kronecker
 from expanded_nn.core.algebra import Kind
+from expanded_nn.core.elementwise import Elementwise
 from expanded_nn.core.kronecker import KroneckerFactors
+from expanded_nn.core.lines import Lines, with_scaled_lines
 from expanded_nn.core.positions import gram_by_position, numbers_of_positions
 from expanded_nn.core.products import Products
 from expanded_nn.core.terms import Dense, SparseOneHot, Term
@@ -142,7 +144,7 @@ class Rows(Tensor):
         weights: Tensor,  # (B,)
     ) -> Tensor:
         """`weighted_sum` of the absolute values of all factors, `(*shape)`: rounding errors are small beside these."""
-        blocks = [(size, tuple(map(_absolute, terms))) for size, terms in self._unchanged()]
+        blocks = [(size, tuple(term.magnitudes() for term in terms)) for size, terms in self._unchanged()]
         return algebra.weighted_sum(blocks, self._cell.kind, weights).reshape(self.shape[1:])
 
     def sparse_sum(self) -> Tensor | None:
@@ -198,6 +200,36 @@ class Rows(Tensor):
         ]
         return type(self)(Cell(blocks, self._kind), self.shape)
 
+    def times_elementwise(
+        self: R,
+        scale: Tensor,  # shape
+    ) -> R:
+        """Each row times a tensor, number by number; factored where these rows are."""
+        return self._like(self._remade(lambda term: Elementwise.of(term, scale.reshape(term.row_shape))), self.shape)
+
+    @_in_own_dtype
+    def matvec_by_line(
+        self,
+        matrix: Tensor,  # shape
+    ) -> Tensor:
+        """The product of each line of a row with the same line of a matrix, `(B, lines)`."""
+        return algebra.matvec_by_line(self._unchanged(), self._cell.kind, matrix)
+
+    @_in_own_dtype
+    def with_lines(
+        self: R,
+        scale: Tensor,  # (lines,)
+        numbers: Tensor,  # (B, lines)
+        matrix: Tensor,  # shape
+    ) -> R:
+        """`scale[o] * row[o] + numbers[b, o] * matrix[o]` for each line o of row b; factored where these rows are."""
+        blocks, start = [], 0
+        for size, terms in self._remade(lambda term: with_scaled_lines(term, scale)):
+            added = Guarded.of(Lines.of(numbers[start : start + size], matrix))
+            blocks.append((size, (*terms, added)))
+            start += size
+        return self._like(blocks, self.shape)
+
     def chunks(self) -> Iterator[Tensor]:
         """The dense rows in groups of bounded size, none of them kept."""
         chunks = algebra.chunks(self._unchanged(), self._cell.kind)
@@ -219,14 +251,6 @@ class Rows(Tensor):
     def _like(self: R, blocks: Sequence[Block], shape: Sequence[int], dtype: torch.dtype | None = None) -> R:
         kind = self._cell.kind
         return type(self)(Cell(blocks, kind if dtype is None else kind._replace(dtype=dtype)), shape)
-
-
-def _absolute(term: Term) -> Term:
-    """The term with all of its numbers positive; its index, if it has one, stays."""
-    are_numbers = [factor.is_floating_point() or factor.is_complex() for factor in term.factors]
-    pairs = zip(term.factors, are_numbers, strict=True)
-    factors = [factor.abs().to(factor.dtype) if is_number else factor for factor, is_number in pairs]
-    return term.remake(factors, abs(term.coefficient), term.dtype)
 
 
 def _sparse(term: Term) -> Tensor:

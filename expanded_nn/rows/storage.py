@@ -13,6 +13,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from expanded_nn.common.traced import is_traced
 from expanded_nn.core import cost
 
 
@@ -23,9 +24,9 @@ class Recycled:
         self.pieces: list[Tensor] = []  # pieces of memory, as bytes
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor | None:
-        """An uninitialized tensor; `None` on a device whose allocator recycles memory itself."""
+        """An uninitialized tensor; `None` on a device whose allocator recycles memory itself, and in a trace."""
         size = prod(shape) * dtype.itemsize
-        if device.type != "cpu" or size == 0:
+        if device.type != "cpu" or size == 0 or is_traced():
             return None
         unused = [memory for memory in self.pieces if _references(memory) == _ALONE]
         fitting = next((memory for memory in unused if cost.memory_serves(memory.numel(), size)), None)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from expanded_nn.layers.general.samples import NOBODY, Memo, Samples, Unknown, constant, reshaped, together, with_dims
 from expanded_nn.recording.graph import (
+    ELEMENTWISE,
     PARTS,
     operation_of,
     part_taken,
@@ -350,17 +351,7 @@ def _normalized(op: Operation, samples: Tensor) -> Tensor:
 
 
 NODE_RULES: dict[str, Rule] = {
-    **dict.fromkeys(
-        [
-            *("Add", "Sub", "Rsub", "Mul", "Div", "Neg", "Exp", "Expm1", "Log", "Log1p", "Sqrt", "Rsqrt", "Pow", "Abs"),
-            *("Reciprocal", "Sin", "Cos", "Tanh", "Sigmoid", "LogSigmoid", "Relu", "Silu", "Gelu", "Softplus", "Elu"),
-            *("Mish", "LeakyRelu", "Hardtanh", "Hardswish", "Hardsigmoid", "Threshold", "Clamp", "ClampMin"),
-            *("ClampMax", "Erf", "Maximum", "Minimum", "Where", "MaskedFill", "Addcmul", "Lerp", "NativeDropout"),
-            *("Tan", "Atan", "Sinh", "Cosh", "Log2", "Log10", "Exp2", "Celu", "Round", "Floor", "Ceil", "Sign"),
-            *("NanToNum", "Clone", "ToCopy", "Alias", "ViewAs"),
-        ],
-        _elementwise,
-    ),
+    **dict.fromkeys(ELEMENTWISE, _elementwise),
     **dict.fromkeys(
         [
             *("Softmax", "SafeSoftmax", "LogSoftmax", "Cumsum", "Logsumexp", "Topk", "Sort", "Sum", "Mean", "Max"),
