@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -48,11 +49,17 @@ NEEDS = {
 @pytest.fixture(autouse=True)
 def as_a_reader_has_it() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
-    registered = dict(EXPANDED)
+    registries: list[dict[Any, Any]] = [EXPANDED]
+    with contextlib.suppress(ImportError):
+        registries.append(import_module("captum._utils.sample_gradient").SUPPORTED_MODULES)
+    with contextlib.suppress(ImportError):
+        registries.append(import_module("opacus.validators").ModuleValidator.VALIDATORS)
+    registered = [dict(registry) for registry in registries]
     with torch.backends.__allow_nonbracketed_mutation():  # Opacus sets a flag of torch.backends
         yield
-    EXPANDED.clear()
-    EXPANDED.update(registered)
+    for registry, before in zip(registries, registered, strict=True):
+        registry.clear()
+        registry.update(before)
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -354,7 +354,7 @@ def _graph_of(
         if not reads_values(error):  # the eager step raises it again, if it is the step's own
             raise TraceError(f"its trace raises {first_line(error)}") from error
         frames = [(frame.f_code.co_filename, number) for frame, number in traceback.walk_tb(error.__traceback__)]
-        raise reading(text_of(innermost(reversed(frames)))) from error
+        raise reading(innermost(reversed(frames))) from error
 
 
 def _refuse_processes(modules: Sequence[nn.Module], recorders: Sequence[Recorder]) -> None:

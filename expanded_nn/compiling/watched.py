@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import TensorWeakRef
 
-from expanded_nn._errors import LIBRARIES, PerSampleError, complaint
+from expanded_nn._errors import LIBRARIES, NOT_THE_USERS, complaint
 from expanded_nn.common.functions import SIZES
 from expanded_nn.common.meanwhile import meanwhile
 from expanded_nn.common.modes import FunctionMode, has_no_values, is_batched, of_all, running_backward
@@ -60,7 +60,7 @@ class Operations(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.draws = False
-        self.values: dict[Any, str] = {}
+        self.values: dict[Any, tuple[str, int]] = {}
         self.tensors: list[tuple[TensorWeakRef, tuple[str, int]]] = []
         self.changed: list[tuple[Tensor, int, Tensor]] = []
         self.leaves: dict[int, tuple[Tensor, Tensor | None]] = {}
@@ -70,7 +70,7 @@ class Operations(TorchDispatchMode):
         if func is READ:
             value = func(*args, **kwargs)
             if hasattr(value, "node"):
-                self.values[value.node.expr] = text_of(line_of_user())
+                self.values[value.node.expr] = line_of_user()
             elif _has_values(args[0]):
                 raise OnlyEager(_number_of_tensor())
             return value
@@ -192,10 +192,12 @@ class Readings(FunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _SETS_HOOKS and not _is_fake(args[0]):
             self.hooked.setdefault(id(args[0]), (args[0], hooks_on(args[0])))
+        if func is Tensor.__bool__ and _has_values(args[0]) and is_of_package(line_of_user()):
+            return _assumed_flag(args[0])
         if func in _SHOWN or (func in _NUMBER and not isinstance(args[0], FakeTensor)):
-            raise reading(text_of(line_of_user()))
+            raise reading(line_of_user())
         if func in _EQUAL and any(map(_has_values, args)) and not is_called_by_libraries(func):
-            raise reading(text_of(line_of_user()))
+            raise reading(line_of_user())
         if func == _SET_DATA and not _is_fake(args[0]):
             raise OnlyEager("it sets .data of a tensor anew (change it in place under torch.no_grad(), p.sub_(...))")
         if func in _OF_GRAD and not _is_fake(args[0]):
@@ -323,11 +325,27 @@ def reads_values(error: Exception) -> bool:
     return bool(names & value_errors) or any(text in str(error) for text in texts)
 
 
-def reading(line: str) -> PerSampleError:
-    """The error of a step that reads values of tensors."""
+def _assumed_flag(flag: Tensor) -> bool:
+    """Whether a tensor with values is true, as that of a layer that is set up by its first batch; it stays so."""
+    with no_dispatch():
+        is_true = bool(flag)
+    changes = f"call after call a tensor that is read in {text_of(line_of_user())} has another value"
+    assume(flag.ne(0).eq(is_true).all(), changes)
+    return is_true
+
+
+def is_of_package(line: tuple[str, int]) -> bool:
+    """Whether a line is in an installed package, which the user does not write anew."""
+    return line[0].startswith(NOT_THE_USERS)
+
+
+def reading(line: tuple[str, int]) -> Exception:
+    """The error of a step that reads values of tensors; in a package's code it is a reason to run eagerly."""
+    if is_of_package(line):
+        return OnlyEager(f"a package reads a value of a tensor in {text_of(line)}")
     return complaint(
         "enn.compile",
-        f"the step reads a value of a tensor in {line}",
+        f"the step reads a value of a tensor in {text_of(line)}",
         "a step that does the same operations whatever the values are",
         "Use torch.where in place of an if, return the tensor and look at it after the step, or call the step "
         "without enn.compile.",
