@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,18 +99,16 @@ def best(ratios: dict[str, float], *, ours: bool) -> tuple[str, float]:
     return min(known.items(), key=lambda item: item[1], default=("", float("inf")))
 
 
-def faster_peers(workloads: Found) -> list[str]:
-    """What to say of each task in which a peer's median is below the library's, compiled or not."""
-    lines = []
+def faster_peers(workloads: Found) -> Iterator[tuple[str, dict[str, float], float]]:
+    """Each task in which peers' medians are below the library's, compiled or not: these, fastest first, and its own."""
     for name, entry in workloads.items():
         for kind in ("rows", "clip"):
             ratios = measured(entry["results"], kind)
             _, own = best(ratios, ours=True)
             faster = {key: value for key, value in ratios.items() if not is_ours(key) and value < own}
             if faster:
-                who = ", ".join(f"{key} {times(value)}" for key, value in sorted(faster.items(), key=lambda it: it[1]))
-                lines.append(f"{name} {kind}, {who.replace(', compiled', ' compiled')} ({times(own)})")
-    return lines
+                in_order = sorted(faster.items(), key=lambda item: item[1])
+                yield f"{name} {kind}", {key.replace(", ", " "): value for key, value in in_order}, own
 
 
 def sweep(title: str, entry: Found) -> str:
@@ -189,7 +187,11 @@ def page(title: str, found: Found) -> str:
     for kind, heading in TITLES.items() if found["workloads"] else ():
         parts += [f"### {heading}", "", summary(found["workloads"], kind), ""]
     if found["workloads"]:
-        faster = [f"- {what}" for what in faster_peers(found["workloads"])] or ["- nowhere"]
+        faster = []
+        for task, peers, own in faster_peers(found["workloads"]):
+            names = ", ".join(f"{who} {times(ratio)}" for who, ratio in peers.items())
+            faster.append(f"- {task}, {names} ({times(own)})")
+        faster = faster or ["- nowhere"]
         parts += ["### Where a peer is faster (expanded_nn in brackets)", "", *faster, ""]
     if found["sweeps"]:
         parts += [f"## {title}: growth", "", *(sweep(*each) for each in found["sweeps"].items())]
@@ -209,11 +211,16 @@ def digest(runs: Iterable[Found], images: str) -> str:
     newest = max(runs, key=lambda found: str(found["machine"]["date"]))
     picture = f"{images}/bench_{file_name(newest['machine'])}.png"
     drawn = f"{place(newest['machine'])}: the fastest peer, and expanded_nn, eager and compiled"
-    parts = [f"![{drawn}]({picture})", "", "A peer is faster (in brackets: expanded_nn) on", ""]
-    for found in runs:
-        faster = "; ".join(faster_peers(main_ones(found["workloads"]))) or "nowhere"
-        parts.append(f"- {place(found['machine'])}: {faster}.")
-    return "\n".join(parts)
+    by_task: dict[str, list[str]] = {}
+    for number, found in enumerate(runs):
+        for task, faster, own in faster_peers(main_ones(found["workloads"])):
+            who, ratio = next(iter(faster.items()))
+            by_task.setdefault(task, [""] * len(runs))[number] = f"{who} {times(ratio)} ({times(own)})"
+    faster_on = table(
+        ["", *(place(found["machine"]) for found in runs)], ([task, *row] for task, row in by_task.items())
+    )
+    said = "Where the fastest peer takes fewer plain steps than expanded_nn (in brackets):"
+    return "\n".join([f"![{drawn}]({picture})", "", said, "", faster_on])
 
 
 def main_ones(workloads: Found) -> Found:

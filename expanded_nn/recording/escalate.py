@@ -54,6 +54,7 @@ class Escalation:
         tables: What the model has had beside its buffers from the start.
         has_loops: Whether the samples may go through a module one after the other, as was learned.
         has_met: Whether a comparison of halves has found samples that depend on each other.
+        in_vain: Why no module can go sample by sample for what the last search has found; empty if one can.
     """
 
     def __init__(self) -> None:
@@ -63,6 +64,7 @@ class Escalation:
         self.known_copy_operations: dict[Any, list[Any]] = {}
         self.tables: list[Noted] = []
         self.has_loops = self.has_met = False
+        self.in_vain = ""
 
     def run(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward of the module that was called."""
@@ -100,6 +102,8 @@ class Escalation:
         returns is right, and the backward raises the error.
         """
         looks_for_outside_use = state is not None
+        if looks_for_outside_use:
+            self.in_vain = ""
         while True:
             try:
                 result = self._tried(attempts.called, args, kwargs)
@@ -214,11 +218,11 @@ class _Attempts:
         if error.about == "results" and self.of_results is not None:  # so other rows would be no better
             add_note(self.of_results, f"on the whole batch a layer had refused its rows: {self.refused}")
             return self.of_results
+        self.escalation.in_vain = f"sample by sample it is not possible either: {error}"
         add_note(
             self.refused,
-            f"sample by sample it is not possible either: {error} Where samples have unequal numbers of rows, as of "
-            "images, say per_sample(batch_size=1), call the model with each alone, and backward() after each: their "
-            "rows append.",
+            f"{self.escalation.in_vain} Where samples have unequal numbers of rows, as of images, say "
+            "per_sample(batch_size=1), call the model with each alone, and backward() after each: their rows append.",
         )
         return self.refused
 

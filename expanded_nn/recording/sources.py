@@ -113,7 +113,7 @@ def _by_lines(result: Tensor, sources: Sequence[Tensor], rows: FactoredTensor) -
 
     def derivatives(of_result: Tensor) -> tuple[Tensor, list[Tensor]]:
         grads = torch.autograd.grad(result, [parameter, *numbers], of_result.view(result.shape), retain_graph=True)
-        return grads[0].view(lines, -1), [grad.reshape(lines) for grad in grads[1:]]
+        return grads[0].reshape(lines, -1), [grad.reshape(lines) for grad in grads[1:]]
 
     p = parameter.detach().reshape(lines, -1).clone()  # a step of an optimizer changes the parameter
     trial = torch.arange(p.numel(), dtype=p.dtype, device=p.device).mul_(12.9898).sin_().view_as(p)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils import parametrize
 
-from expanded_nn._errors import PerSampleError, complaint
+from expanded_nn._errors import PerSampleError, add_note, complaint
 from expanded_nn.common.batch import data_in
 from expanded_nn.common.modes import running_backward
 from expanded_nn.recording.backward import accumulates
@@ -63,7 +63,10 @@ class Watch:
         if reason is None:
             has_rows = expected is not None or self.leaf.published.rows is not None
             recorder.escalation.proven.clear()  # the forward may have gone another way: the next one is looked at again
-            raise used_in_loss(recorder.name_of(parameter), parameter, has_rows=has_rows)
+            error = used_in_loss(recorder.name_of(parameter), parameter, has_rows=has_rows)
+            if recorder.escalation.in_vain:  # it is in the forward, then
+                add_note(error, recorder.escalation.in_vain)
+            raise error
         raise complaint(
             recorder.name_of(parameter),
             f"the parameter belongs to {reason}, so its gradient is not per sample",

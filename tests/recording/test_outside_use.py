@@ -2,7 +2,9 @@
 
 import copy
 import pickle
+import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 import expanded_nn as enn
-from oracle import Call, assert_close, assert_close_rows, grads_of, loop, rows_of, sample_losses, total_loss
+from oracle import Call, assert_close, assert_close_rows, grads_of, loop, notes_on, rows_of, sample_losses, total_loss
 
 B = 3
 
@@ -380,3 +382,25 @@ def test_a_weight_that_would_broadcast_with_another_forward(sizes: tuple[int, in
         (model[0](torch.randn(1, 2)) * enn.expanded(model[0].bias)).sum().backward()
     outputs = [model[0](torch.randn(size, 2)) for size in (4, 2)]  # torch's own error says that sizes do not fit
     enn.expanded(model[0].bias)
+
+
+class KeepsItsDistribution(nn.Module):
+    """A policy whose method uses a parameter, and keeps what it has made in an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.log_std = nn.Linear(4, 2), nn.Parameter(torch.zeros(2))
+        self.kept = SimpleNamespace(distribution=None)
+
+    def evaluate(self, x: Tensor) -> Tensor:
+        self.kept.distribution = torch.distributions.Normal(self.mean(x), self.log_std.exp())
+        return self.kept.distribution.log_prob(torch.ones(2)).sum(1)
+
+
+def test_why_the_forward_cannot_run_sample_by_sample() -> None:
+    """The backward says it with its error."""
+    model = enn.convert(Uses(lambda m, x: m.policy.evaluate(x), policy=KeepsItsDistribution())).per_sample()
+    with pytest.raises(enn.PerSampleError, match=r"policy\.log_std: .* used outside of its module's forward") as info:
+        model(values(3, 4)).sum().backward()
+    (note,) = notes_on(info.value)
+    assert re.search(r"sample by sample it is not possible either: .*keeps tensors in .*'kept'", note), note
