@@ -229,7 +229,10 @@ class _Hidden(Cell):
     """Rows that were held before a step is traced: it may drop them or append to them, but not look at them."""
 
     def merge(self) -> tuple[Block, ...]:
-        raise OnlyEager("it uses per-sample gradients from before the call (clear them, model.zero_grad())")
+        raise OnlyEager(
+            "it uses per-sample gradients from before the call (clear them, model.zero_grad(); or take what it needs "
+            "of them before the call, as a tensor)"
+        )
 
 
 def hidden(rows: Tensor, size: int | None = None) -> FactoredTensor:

@@ -1272,7 +1272,7 @@ def test_clipping_rows_of_earlier_calls_runs_eagerly() -> None:
     (warning,) = caught
     assert linecache.getline(warning.filename, warning.lineno).strip() == "compiled(x, y)"
     text = str(warning.message)
-    assert "runs eagerly, as it uses per-sample gradients from before the call (clear them, model.zero_grad()" in text
+    assert "runs eagerly, as it uses per-sample gradients from before the call (clear them, model.zero_grad();" in text
     assert model[0].weight.grad_sample.shape == (12, 16, 8)
 
 

@@ -72,7 +72,8 @@ class Watch:
             f"the parameter belongs to {reason}, so its gradient is not per sample",
             "a converted layer, in per-sample mode",
             "Convert the model again after changing its layers: convert(model, inplace=True).per_sample(True). A "
-            "part that is to have no per-sample gradients says so: expanded_nn.per_sample(part, False).",
+            "part that is to have no per-sample gradients says so, expanded_nn.per_sample(part, False), or is frozen; "
+            "clip the other parts by themselves then.",
         )
 
     def _let_go(self) -> None:
