@@ -12,6 +12,7 @@ from torch import Tensor
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn.common.meanwhile import meanwhile
 from expanded_nn.common.modes import no_torch_function, refuse_batched, without_autocast
+from expanded_nn.core import cost
 from expanded_nn.core.terms import Dense
 from expanded_nn.factored import FactoredTensor, as_factored, materialized, times
 from expanded_nn.recording.backward import accumulates
@@ -211,11 +212,11 @@ def _kept_and_total(
 
     Without `add_up` the plain gradient is not needed. Dense rows are written to `memory`.
     """
-    if rows.requires_grad:
-        return times(rows, scale), rows.sum(0) if add_up else None
-    kept = times(as_factored(rows), scale)
-    if not isinstance(rows, FactoredTensor):
-        return materialized(kept, memory), rows.sum(0) if add_up else None
+    if not isinstance(rows, FactoredTensor) or rows.requires_grad:
+        is_large = not rows.requires_grad and not cost.rows_are_small(rows.numel())
+        kept = materialized(times(as_factored(rows), scale), memory) if is_large else times(rows, scale)
+        return kept, rows.sum(0) if add_up else None
+    kept = times(rows, scale)
     terms = rows.terms()
     larger = sum(term.numel() for term in terms) >= rows.numel() and not settings.keep_factors
     dense = larger or (settings.materialize and rows.sums_faster_dense())
