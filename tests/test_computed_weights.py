@@ -128,6 +128,20 @@ OTHERS: dict[str, tuple[Make, Tensor]] = {  # a number of these weights is compu
     "softmax of norms": (parametrized(lambda w: w * w.norm(dim=1, keepdim=True).softmax(0), square), ONE),
     "centered lines": (parametrized(lambda w: w - w.mean(1, keepdim=True), square), ONE),
     "short lines": (of(nn.Linear, lambda m, x: F.linear(x, F.normalize(m.weight, dim=1), m.bias), 3, 4), ONE[:, :3]),
+    "hook of large numbers": (parametrized(lambda w: hooked(w, lambda grad: grad.clamp(-1e4, 1e4)), square), ONE),
+    "hook that rounds": (parametrized(lambda w: hooked(w, lambda grad: grad.bfloat16().to(grad)), square), ONE),
+    "hook that rounds lines": (
+        parametrized(lambda w: hooked(F.normalize(w, dim=1), lambda grad: grad.bfloat16().to(grad)), square),
+        ONE,
+    ),
+    "hook of small numbers": (
+        parametrized(lambda w: hooked(F.normalize(w, dim=1), lambda grad: grad * (grad.abs() > 1e-3)), square),
+        ONE,
+    ),
+    "hook of large numbers in lines": (
+        parametrized(lambda w: hooked(F.normalize(w, dim=1), lambda grad: grad.clamp(-1e4, 1e4)), square),
+        ONE,
+    ),
     "hook of lines": (
         parametrized(lambda w: hooked(F.normalize(w, dim=1), lambda grad: grad.clamp(-0.1, 0.1)), square),
         ONE,
@@ -254,6 +268,25 @@ class TestFactored:
         assert any(family.graphs for family in compiled._graphs.families.values())  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("backend", [None, "eager"])
+def test_a_line_of_zeros(backend: str | None) -> None:
+    """Such as that of padding, or of a unit that was pruned after the graph was made."""
+    make, x, _ = FACTORED["bounded lines"]
+    module = make()
+    model = converted(module)
+    step: Any = lambda x: model(x).sin().sum().backward()  # noqa: E731
+    step = step if backend is None else enn.compile(step, backend=backend)
+    for number in range(4):
+        with torch.no_grad():
+            for each in (module, model):
+                each.weight[number // 2 :: 3].zero_()
+        model.zero_grad()
+        step(x)
+        assert held(model) == "Outer + Lines"
+        expected = loop(module, Call((x,)), B, objective=lambda module, call, first=0: call.on(module).sin().sum())
+        assert_close_rows(rows_of(model), expected)
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_others(name: str) -> None:
     make, x = OTHERS[name]
@@ -270,7 +303,8 @@ def test_the_trial_finds_what_is_not_elementwise(monkeypatch: pytest.MonkeyPatch
     make, x = OTHERS["hook"]
     module = make()
     expected = loop(module, Call((x,)), B)
-    monkeypatch.setattr(sources.torch, "equal", lambda *_: True)
+    monkeypatch.setattr(sources, "TRIED_IN", ())
+    monkeypatch.setattr(sources, "_of_all_sizes", lambda shape, dtype: torch.zeros(shape, dtype=dtype))
     model = converted(module)
     total_loss(model, Call((x,))).backward()
     with pytest.raises(AssertionError):

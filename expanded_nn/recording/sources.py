@@ -39,6 +39,9 @@ def rows_of_sources(result: Tensor, sources: Sequence[Tensor], rows: Tensor) -> 
     return all_rows
 
 
+# gradients are tried with such powers of two, up to that and from its inverse on; in these types with any numbers
+LARGEST_POWER, TRIED_IN = 30, (torch.float32, torch.float64)
+
 # Number by number, as `mask * parameter`
 
 
@@ -49,27 +52,37 @@ def _by_elements(result: Tensor, sources: Sequence[Tensor], rows: FactoredTensor
     derivative = partial(torch.autograd.grad, result, sources, retain_graph=True)
     (scale,) = derivative(torch.ones_like(result))
     if not is_traced():  # an eager step is compared with a graph
-        # powers of two multiply without rounding: so hooks are found, which show in no graph and may do anything
-        trial = _powers_of_two(result.shape).to(result)
+        trial = _of_all_sizes(result.shape, result.dtype).to(result.device)
         (of_trial,) = derivative(trial)
-        if not torch.equal(of_trial, scale * trial.view(scale.shape)):
+        product = scale * trial.view(scale.shape)
+        # powers of two are multiplied without rounding
+        bound = 100 * torch.finfo(result.dtype).eps * product.abs() if result.dtype in TRIED_IN else 0
+        if not bool(((of_trial - product).abs() <= bound).all()):
             return None
         if bool(scale.eq(scale.flatten()[0]).all()):
             return [times(rows, float(scale.flatten()[0])).view(-1, *sources[0].shape)]
     return [rows.times_elementwise(scale).view(-1, *sources[0].shape)]
 
 
-def _powers_of_two(shape: Sequence[int]) -> Tensor:
-    """Powers of two with both signs, in no order."""
-    numbers = _few_powers_of_two()
+def _of_all_sizes(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Large and small numbers with both signs, in no order: so hooks are found, which show in no graph.
+
+    A hook may bound a gradient, leave small numbers out, round them or subtract their mean. In low precision these are
+    powers of two.
+    """
+    numbers = _few_of_all_sizes(dtype)
     return numbers.repeat(-(-prod(shape) // len(numbers)))[: prod(shape)].view(shape)
 
 
-@lru_cache(1)
-def _few_powers_of_two() -> Tensor:
+@lru_cache(4)
+def _few_of_all_sizes(dtype: torch.dtype) -> Tensor:
     """A prime number of them, so that no two lines of a matrix are alike."""
-    exponents = torch.randint(-8, 8, (4099,), generator=torch.Generator().manual_seed(0), device="cpu")
-    return torch.where(exponents % 2 == 0, 1.0, -1.0) * 2.0**exponents
+    generator, largest = torch.Generator().manual_seed(0), 8 if dtype == torch.float16 else LARGEST_POWER
+    exponents = torch.randint(-largest, largest + 1, (4099,), generator=generator, device="cpu")
+    numbers = torch.where(exponents % 2 == 0, 1.0, -1.0) * 2.0 ** exponents.double()
+    if dtype in TRIED_IN:
+        numbers *= torch.rand(4099, dtype=torch.float64, generator=generator, device="cpu") + 1
+    return numbers.to(dtype)
 
 
 def is_elementwise(result: Tensor, source: Tensor) -> bool:
@@ -96,7 +109,7 @@ SAME_PLACES = {"View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze", "Se
 
 # Line by line, as `weight_norm`; or all lines alike, as `spectral_norm`
 
-FEWEST_IN_A_LINE, TRIED_IN = 8, (torch.float32, torch.float64)  # else the trial would tell nothing
+FEWEST_IN_A_LINE = 8  # else the trial would tell nothing
 
 
 def _by_lines(result: Tensor, sources: Sequence[Tensor], rows: FactoredTensor) -> list[Tensor] | None:
@@ -111,14 +124,17 @@ def _by_lines(result: Tensor, sources: Sequence[Tensor], rows: FactoredTensor) -
         return None
     parameter, numbers, lines = found
 
-    def derivatives(of_result: Tensor) -> tuple[Tensor, list[Tensor]]:
-        grads = torch.autograd.grad(result, [parameter, *numbers], of_result.view(result.shape), retain_graph=True)
-        return grads[0].reshape(lines, -1), [grad.reshape(lines) for grad in grads[1:]]
+    def derivatives(of_result: Tensor, power: float = 1.0) -> tuple[Tensor, list[Tensor]]:
+        """Those of a gradient, computed from another one that is so many times as large."""
+        of_result = (of_result * power).view(result.shape)
+        grads = torch.autograd.grad(result, [parameter, *numbers], of_result, retain_graph=True)
+        return grads[0].reshape(lines, -1) / power, [grad.reshape(lines) / power for grad in grads[1:]]
 
     p = parameter.detach().reshape(lines, -1).clone()  # a step of an optimizer changes the parameter
     trial = torch.arange(p.numel(), dtype=p.dtype, device=p.device).mul_(12.9898).sin_().view_as(p)
-    (of_p, numbers_of_p), (of_trial, numbers_of_trial) = derivatives(p), derivatives(trial)
+    (of_p, numbers_of_p), (of_trial, numbers_of_trial) = derivatives(p), derivatives(trial, 2.0**LARGEST_POWER)
     squares, slope = p.square().sum(1), (trial * p).sum(1)
+    squares = torch.where(squares == 0, 1.0, squares)  # of a line of zeros, whose slopes are zero as well
     along = (slope / squares)[:, None]
     across, of_across = trial - along * p, of_trial - along * of_p  # <across, p> is zero
     alpha = (of_across * across).sum(1) / across.square().sum(1)
@@ -126,7 +142,8 @@ def _by_lines(result: Tensor, sources: Sequence[Tensor], rows: FactoredTensor) -
     gammas = [of / squares for of in numbers_of_p]
     if not is_traced():  # an eager step is compared with a graph
         bound = 1000 * torch.finfo(p.dtype).eps
-        left = (of_trial - alpha[:, None] * trial - slope[:, None] * q).norm(dim=1)
+        of_small, _ = derivatives(trial, 2.0**-LARGEST_POWER)  # as for `_of_all_sizes`
+        left = (of_trial - alpha[:, None] * trial - slope[:, None] * q).norm(dim=1) + (of_trial - of_small).norm(dim=1)
         are_as_said = [left <= bound * of_trial.norm(dim=1)]
         for gamma, of in zip(gammas, numbers_of_trial, strict=True):
             are_as_said.append((of - gamma * slope).abs() <= bound * (gamma * squares).abs())
