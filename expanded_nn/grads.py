@@ -306,7 +306,8 @@ class PerSampleGrads(Mapping[str, Tensor]):
         if lacking:
             raise complaint(
                 "PerSampleGrads.kronecker",
-                f"the rows of {first_few(lacking)} are dense, complex, or of several kinds (an embedding shares them)",
+                f"the rows of {first_few(lacking)} are dense, complex, of computed weights, or of several kinds (an "
+                "embedding shares them)",
                 "the factors of linear layers and convolutions",
                 "Factors are there after a backward without create_graph, with per_sample(keep_factors=True), until "
                 "the rows are used. Leave out what has none: PerSampleGrads({name: grads[name] for name in names}).",

@@ -287,6 +287,29 @@ def test_a_line_of_zeros(backend: str | None) -> None:
         assert_close_rows(rows_of(model), expected)
 
 
+def test_a_hook_in_a_graph() -> None:
+    """There is no trial, and the hook does nothing at first."""
+    module = parametrized(lambda w: hooked(w.tanh(), lambda grad: grad.clamp(-1, 1)), square)()
+    model = converted(module)
+    step = enn.compile(lambda x: model(x).square().sum().backward(), backend="eager")
+    for scale in (1e-3, 1e-3, 1e-3, 100.0):
+        x = scale * ONE
+        model.zero_grad()
+        step(x)
+        expected = loop(module, Call((x,)), B, objective=lambda module, call, first=0: call.on(module).square().sum())
+        assert_close_rows(rows_of(model), expected)
+
+
+@pytest.mark.parametrize("make", [pruned, lambda: parametrizations.weight_norm(linear())])
+def test_frozen_between_forward_and_backward(make: Make) -> None:
+    model = converted(make())
+    loss = model(ONE).sum()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("bias" in name)
+    loss.backward()
+    assert [name for name, p in model.named_parameters() if p.grad_sample is not None] == ["bias"]
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_others(name: str) -> None:
     make, x = OTHERS[name]

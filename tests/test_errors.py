@@ -2256,7 +2256,7 @@ def kronecker_factors_by_a_strange_mask() -> None:
     enn.per_sample_grads(model).kronecker(mask=torch.ones(3, 2).bool())
 
 
-@refused(r"PerSampleGrads\.kronecker: .* of \['a'\] are dense, complex, or of several kinds.*keep_factors=True")
+@refused(r"PerSampleGrads\.kronecker: .* of \['a'\] are dense, complex, of computed weights, or .*keep_factors=True")
 def kronecker_factors_of_dense_rows() -> None:
     enn.PerSampleGrads({"a": torch.ones(3, 2, 2)}).kronecker()
 

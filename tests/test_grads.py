@@ -734,7 +734,7 @@ def test_tied_weights_have_no_kronecker_factors() -> None:
     model = enn.convert(TiedText()).per_sample(keep_factors=True)
     backward(model, torch.randint(VOCABULARY, (BATCH, LENGTH)))
     grads = enn.per_sample_grads(model)
-    with pytest.raises(enn.PerSampleError, match=r"\['embedding.weight'\] are dense, complex, or of sev"):
+    with pytest.raises(enn.PerSampleError, match=r"\['embedding.weight'\] are dense, complex, of computed weights, or of sev"):
         grads.kronecker()
     rest = {name: rows for name, rows in grads.items() if name.startswith("mix")}
     assert set(enn.PerSampleGrads(rest).kronecker()) == {"mix.weight"}
@@ -745,7 +745,9 @@ def test_complex_weights_have_neither_factors_nor_positions() -> None:
     model = enn.convert(nn.Linear(3, 2, bias=False, dtype=torch.complex128)).per_sample(keep_factors=True)
     model(torch.randn(BATCH, LENGTH, 3, dtype=torch.complex128)).abs().flatten(1).sum(1).mean().backward()
     grads = enn.per_sample_grads(model)
-    with pytest.raises(enn.PerSampleError, match=r"\['weight'\] are dense, complex, or of several kinds"):
+    with pytest.raises(
+        enn.PerSampleError, match=r"\['weight'\] are dense, complex, of computed weights, or of several kinds"
+    ):
         grads.kronecker()
     with pytest.raises(enn.PerSampleError, match=r"\['weight'\] have no positions"):
         grads.gram(per_position=True)

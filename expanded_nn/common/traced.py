@@ -43,6 +43,7 @@ class _State:
         self.gradients: dict[int, tuple[Tensor, int, bool | None]] = {}
         self.is_thorough = False  # whether the trace assumes less than usual, at a cost
         self.has_looked = False  # whether somebody has looked at the gradients from before the trace
+        self.has_hooks = False  # whether the trace has put a hook on a tensor that it has computed
 
 
 _STATE = _State()
@@ -56,7 +57,7 @@ def assumptions(*, thorough: bool = False, looked: bool = False) -> Iterator[lis
     `looked` says that somebody has looked at the gradients that are there before the step.
     """
     conditions: list[tuple[Tensor, str]] = []
-    _STATE.assumed, _STATE.is_thorough, _STATE.has_looked = conditions, thorough, looked
+    _STATE.assumed, _STATE.is_thorough, _STATE.has_looked, _STATE.has_hooks = conditions, thorough, looked, False
     try:
         yield conditions
     finally:
@@ -97,6 +98,16 @@ def look_first() -> None:
     """
     if is_traced() and not _STATE.has_looked:
         raise LookFirst
+
+
+def note_hook() -> None:
+    """Notes that the step puts a hook on a tensor that it has computed."""
+    _STATE.has_hooks = True
+
+
+def may_have_hooks() -> bool:
+    """Whether there may be hooks on tensors that the step has computed: no graph of autograd's shows them."""
+    return not is_traced() or _STATE.has_hooks
 
 
 def note_zeroed(tensor: Tensor) -> None:

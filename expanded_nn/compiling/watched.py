@@ -23,7 +23,7 @@ from expanded_nn._errors import LIBRARIES, NOT_THE_USERS, complaint
 from expanded_nn.common.functions import SIZES
 from expanded_nn.common.meanwhile import meanwhile
 from expanded_nn.common.modes import FunctionMode, has_no_values, is_batched, of_all, running_backward
-from expanded_nn.common.traced import OnlyEager, assume, is_traced, note_zeroed
+from expanded_nn.common.traced import OnlyEager, assume, is_traced, note_hook, note_zeroed
 from expanded_nn.core import cost
 from expanded_nn.factored import FactoredTensor, is_hidden
 from expanded_nn.recording.callers import is_called_by_libraries, line_of_user, text_of
@@ -190,7 +190,9 @@ class Readings(FunctionMode):
         self.hooked: dict[int, tuple[Tensor, set[int]]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _SETS_HOOKS and not _is_fake(args[0]):
+        if func in _SETS_HOOKS and _is_fake(args[0]):
+            note_hook()
+        elif func in _SETS_HOOKS:
             self.hooked.setdefault(id(args[0]), (args[0], hooks_on(args[0])))
         if func is Tensor.__bool__ and _has_values(args[0]) and is_of_package(line_of_user()):
             return _assumed_flag(args[0])

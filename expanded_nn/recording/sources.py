@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expanded_nn.common.traced import is_traced
+from expanded_nn.common.traced import is_traced, may_have_hooks
 from expanded_nn.core import cost
 from expanded_nn.factored import FactoredTensor, materialized, times
 from expanded_nn.recording.graph import ELEMENTWISE, graph_of, operation_of, saved_number, shape_of
@@ -19,8 +19,10 @@ from expanded_nn.recording.lift import quiet_fallbacks
 
 def rows_of_sources(result: Tensor, sources: Sequence[Tensor], rows: Tensor) -> Sequence[Tensor | None]:
     """The rows of the `sources` that `result` is computed from, by the rows of `result`; some samples at a time."""
-    if isinstance(rows, FactoredTensor) and not rows.is_dense:
-        trainable = [source for source in sources if source.requires_grad]
+    trainable = [source for source in sources if source.requires_grad]
+    if not trainable:  # frozen after the forward
+        return [None] * len(sources)
+    if isinstance(rows, FactoredTensor) and not rows.is_dense and not (is_traced() and may_have_hooks()):
         for rule in (_by_elements, _by_lines):
             factored = rule(result, trainable, rows)
             if factored is not None:
@@ -51,7 +53,7 @@ def _by_elements(result: Tensor, sources: Sequence[Tensor], rows: FactoredTensor
         return None
     derivative = partial(torch.autograd.grad, result, sources, retain_graph=True)
     (scale,) = derivative(torch.ones_like(result))
-    if not is_traced():  # an eager step is compared with a graph
+    if may_have_hooks():
         trial = _of_all_sizes(result.shape, result.dtype).to(result.device)
         (of_trial,) = derivative(trial)
         product = scale * trial.view(scale.shape)
@@ -140,7 +142,7 @@ def _by_lines(result: Tensor, sources: Sequence[Tensor], rows: FactoredTensor) -
     alpha = (of_across * across).sum(1) / across.square().sum(1)
     q = (of_p - alpha[:, None] * p) / squares[:, None]
     gammas = [of / squares for of in numbers_of_p]
-    if not is_traced():  # an eager step is compared with a graph
+    if may_have_hooks():
         bound = 1000 * torch.finfo(p.dtype).eps
         of_small, _ = derivatives(trial, 2.0**-LARGEST_POWER)  # as for `_of_all_sizes`
         left = (of_trial - alpha[:, None] * trial - slope[:, None] * q).norm(dim=1) + (of_trial - of_small).norm(dim=1)
