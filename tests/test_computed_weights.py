@@ -300,6 +300,20 @@ def test_a_hook_in_a_graph() -> None:
         assert_close_rows(rows_of(model), expected)
 
 
+@pytest.mark.parametrize("backend", [None, "eager"])
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("sizes", [(12, 0), (0, 16)])
+def test_weights_without_numbers(sizes: tuple[int, int], backend: str | None) -> None:
+    make = parametrized(lambda w: 2 * F.normalize(w.sin(), dim=1), lambda: nn.Linear(*sizes))
+    model = converted(make())
+    step: Any = lambda x: model(x).sum().backward()  # noqa: E731
+    step = step if backend is None else enn.compile(step, backend=backend)
+    for _ in range(3):
+        model.zero_grad()
+        step(torch.randn(B, sizes[0]))
+        assert {len(rows) for rows in rows_of(model).values()} == {B}
+
+
 @pytest.mark.parametrize("make", [pruned, lambda: parametrizations.weight_norm(linear())])
 def test_frozen_between_forward_and_backward(make: Make) -> None:
     model = converted(make())

@@ -22,7 +22,8 @@ def rows_of_sources(result: Tensor, sources: Sequence[Tensor], rows: Tensor) -> 
     trainable = [source for source in sources if source.requires_grad]
     if not trainable:  # frozen after the forward
         return [None] * len(sources)
-    if isinstance(rows, FactoredTensor) and not rows.is_dense and not (is_traced() and may_have_hooks()):
+    may_keep = rows.numel() > 0 and not (is_traced() and may_have_hooks())
+    if may_keep and isinstance(rows, FactoredTensor) and not rows.is_dense:
         for rule in (_by_elements, _by_lines):
             factored = rule(result, trainable, rows)
             if factored is not None:
