@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import tempfile
 import re
+import tempfile
 import warnings
 from collections.abc import Sequence
 from datetime import date

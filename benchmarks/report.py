@@ -216,10 +216,9 @@ def digest(runs: Iterable[Found], images: str) -> str:
         for task, faster, own in faster_peers(main_ones(found["workloads"])):
             who, ratio = next(iter(faster.items()))
             by_task.setdefault(task, [""] * len(runs))[number] = f"{who} {times(ratio)} ({times(own)})"
-    faster_on = table(
-        ["", *(place(found["machine"]) for found in runs)], ([task, *row] for task, row in by_task.items())
-    )
-    said = "Where the fastest peer takes fewer plain steps than expanded_nn (in brackets):"
+    head = ["", *(re.sub(r"\(R\)| Processor", "", place(found["machine"])) for found in runs)]
+    faster_on = table(head, ([task, *row] for task, row in by_task.items()))
+    said = "Where a peer is faster, in plain steps (in brackets: expanded_nn):"
     return "\n".join([f"![{drawn}]({picture})", "", said, "", faster_on])
 
 

@@ -130,7 +130,7 @@ def test_page(tmp_path: Path) -> None:
     assert text.endswith("\nafter")
     assert "older" not in text
     assert text.count("](pictures/") == text.count("](pictures/bench_some_cpu_1.png)") == 1
-    assert "| Some(R) CPU, 1 thread | Old CPU, 1 thread |" in text
+    assert "| Some CPU, 1 thread | Old CPU, 1 thread |" in text
     assert re.search(r"\| tiny rows \| JAX 0\.20 \([\d.]+\) \| JAX 0\.20 \([\d.]+\) \|", text)
     readme.write_text("no marks")
     with pytest.raises(ValueError, match="lacks the lines"):
