@@ -1,6 +1,7 @@
 """Compiled steps of models whose packages read values of tensors: a flag is assumed, other values run eagerly."""
 
 import sysconfig
+from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -74,14 +75,13 @@ def test_a_layer_that_the_first_batch_sets_up(package: dict[str, Any], dtype: to
     assert 1 <= graphs(compiled) <= 2
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_flag_that_changes(package: dict[str, Any], dtype: torch.dtype) -> None:
-    """The call runs eagerly, and the next one has a graph for the new value."""
-    model = enn.convert(nn.Sequential(package["SetUpByFirst"](dtype), nn.Linear(8, 3))).per_sample().eval()
+def graphs_after_calls(layer: nn.Module, flags: Sequence[int]) -> list[int]:
+    """How many graphs there are after each call of a compiled step, with one value of the flag after the other."""
+    model = enn.convert(nn.Sequential(layer, nn.Linear(8, 3))).per_sample().eval()
     twin = deepcopy(model)
     compiled = enn.compile(lambda x: model(x).square().sum().backward(), backend="eager")
     counts = []
-    for flag in (0, 0, 0, 0, 1, 1, 1, 1):
+    for flag in flags:
         x = torch.randn(4, 8)
         for each in (model, twin):
             each[0].is_set.fill_(flag)
@@ -90,27 +90,20 @@ def test_a_flag_that_changes(package: dict[str, Any], dtype: torch.dtype) -> Non
         twin(x).square().sum().backward()
         assert_close_rows(rows_of(model), rows_of(twin))
         counts.append(graphs(compiled))
-    assert counts == [0, 1, 1, 1, 0, 1, 1, 1]
+    return counts
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_flag_that_changes(package: dict[str, Any], dtype: torch.dtype) -> None:
+    """The call runs eagerly, and the next one has a graph for the new value."""
+    flags = (0, 0, 0, 0, 1, 1, 1, 1)
+    assert graphs_after_calls(package["SetUpByFirst"](dtype), flags) == [0, 1, 1, 1, 0, 1, 1, 1]
 
 
 def test_a_flag_that_changes_to_and_fro(package: dict[str, Any]) -> None:
-    model = enn.convert(nn.Sequential(package["SetUpByFirst"](torch.bool), nn.Linear(8, 3))).per_sample().eval()
-    twin = deepcopy(model)
-    compiled = enn.compile(lambda x: model(x).square().sum().backward(), backend="eager")
     words = r"call after call a tensor that is read in line 15 of .*their_package.py.* has another value"
-
-    def run() -> None:
-        for flag in (0, 0, 0, 1, 1, *[0] * 5):
-            x = torch.randn(4, 8)
-            for each in (model, twin):
-                each[0].is_set.fill_(flag)
-                each.zero_grad()
-            compiled(x)
-            twin(x).square().sum().backward()
-            assert_close_rows(rows_of(model), rows_of(twin))
-
     with pytest.warns(enn.PerSampleWarning, match=words):
-        run()
+        graphs_after_calls(package["SetUpByFirst"](torch.bool), (0, 0, 0, 1, 1, *[0] * 5))
 
 
 @pytest.mark.parametrize("read", [bool, float, Tensor.item, Tensor.tolist, print])

@@ -74,6 +74,13 @@ def of_linear(weight: Callable[[Any], Tensor]) -> Make:
     return of(nn.Linear, lambda layer, x: F.linear(x, weight(layer), layer.bias), IN, OUT)
 
 
+def many_ways(number: Tensor) -> Tensor:
+    """Each step has two ways to the one before: two to the power of 30 in all."""
+    for _ in range(30):
+        number = (number * number).sqrt()
+    return number
+
+
 def masked_images(layer: Any, x: Tensor) -> Tensor:
     return F.conv2d(x, layer.weight * layer.mask, layer.bias)
 
@@ -109,6 +116,11 @@ FACTORED: dict[str, tuple[Make, Tensor, str]] = {  # the module, its input, how 
     ),
     "lines by their sums": (
         of_linear(lambda m: m.weight * m.weight.square().sum(1, keepdim=True).sigmoid()),
+        ONE,
+        "Outer + Lines",
+    ),
+    "many ways to a number": (
+        of_linear(lambda m: m.weight * many_ways(m.weight.norm(dim=1, keepdim=True))),
         ONE,
         "Outer + Lines",
     ),

@@ -64,6 +64,11 @@ def as_a_reader_has_it() -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def missing_for(code: str) -> list[str]:
+    """The packages that a block needs, and that are not installed."""
+    return [package for words, package in NEEDS.items() if words in code and find_spec(package) is None]
+
+
 @pytest.mark.filterwarnings("ignore::expanded_nn.PerSampleWarning")
 @pytest.mark.filterwarnings("ignore:Secure RNG turned off")
 @pytest.mark.filterwarnings("ignore:Optimal order is the largest alpha")
@@ -79,8 +84,7 @@ def test_the_code_of_a_page(page: Path) -> None:
     left_out = []
     for block in BLOCK.finditer(text):
         code = block["hidden"] or block["code"]
-        missing = [package for words, package in NEEDS.items() if words in code and find_spec(package) is None]
-        if missing:
+        if missing := missing_for(code):
             left_out += missing
             continue
         line = text.count("\n", 0, block.start("hidden" if block["hidden"] else "code"))
@@ -99,11 +103,8 @@ def test_a_reader_can_paste_a_page(page: Path) -> None:
     """Its blocks run one after the other without what only the tests see, where their packages are there."""
     names: dict[str, object] = {"__name__": page.stem}
     for block in BLOCK.finditer(page.read_text()):
-        code = block["code"]
-        missing = (
-            code is None or "their_package" in code or any(w in code and find_spec(NEEDS[w]) is None for w in NEEDS)
-        )
-        if not missing:
+        code = block["code"] or ""
+        if "their_package" not in code and not missing_for(code):
             with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
                 exec(code, names)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from math import prod
 from typing import Any
@@ -22,24 +22,12 @@ def rows_of_sources(result: Tensor, sources: Sequence[Tensor], rows: Tensor) -> 
     trainable = [source for source in sources if source.requires_grad]
     if not trainable:  # frozen after the forward
         return [None] * len(sources)
+    kept: Sequence[Tensor] | None = None
     may_keep = rows.numel() > 0 and not (is_traced() and may_have_hooks())
     if may_keep and isinstance(rows, FactoredTensor) and not rows.is_dense:
-        for rule in (_by_elements, _by_lines):
-            factored = rule(result, trainable, rows)
-            if factored is not None:
-                of_trainable = iter(factored)
-                return [next(of_trainable) if source.requires_grad else None for source in sources]
-    batch, at_once = rows.shape[0], cost.at_once(result.numel(), cost.DERIVED_AT_ONCE)
-    if is_traced() or at_once >= batch:
-        return _rows_at_once(result, sources, rows)
-    parts = (_rows_at_once(result, sources, rows[first : first + at_once]) for first in range(0, batch, at_once))
-    all_rows: list[Tensor | None] = []
-    for number, grads in enumerate(parts):
-        all_rows = all_rows or [None if grad is None else grad.new_empty(batch, *grad.shape[1:]) for grad in grads]
-        for whole, grad in zip(all_rows, grads, strict=True):
-            if whole is not None and grad is not None:
-                whole[number * at_once : (number + 1) * at_once] = grad
-    return all_rows
+        kept = _by_elements(result, trainable, rows) or _by_lines(result, trainable, rows)
+    of_trainable = iter(kept or _dense_rows(result, trainable, rows))
+    return [next(of_trainable) if source.requires_grad else None for source in sources]
 
 
 # gradients are tried with such powers of two, up to that and from its inverse on; in these types with any numbers
@@ -94,7 +82,7 @@ def is_elementwise(result: Tensor, source: Tensor) -> bool:
     def belongs(node: Any) -> bool:
         if hasattr(node, "variable"):
             return node.variable is source
-        has_place = _without_ones(shape_of(node)) == shape and operation_of(node) in ELEMENTWISE | SAME_PLACES
+        has_place = _without_ones(shape_of(node)) == shape and operation_of(node) in BY_PLACE
         return has_place and len(node._input_metadata) == 1
 
     shape = _without_ones(source.shape)
@@ -109,6 +97,7 @@ def _without_ones(shape: Sequence[int]) -> list[int]:
 
 # the operations that leave all numbers in their places where the shape stays the same but for sizes of 1 at its front
 SAME_PLACES = {"View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze", "Select", "Slice", "Expand"}
+BY_PLACE, OF_LINES = ELEMENTWISE | SAME_PLACES, {"Neg", "Clone", "Alias"} | SAME_PLACES
 
 # Line by line, as `weight_norm`; or all lines alike, as `spectral_norm`
 
@@ -174,6 +163,18 @@ def _lines_and_numbers(result: Tensor, sources: Sequence[Tensor]) -> tuple[Tenso
     return None
 
 
+def _asked_once(question: Callable[[_Scaled, Any], bool]) -> Callable[[_Scaled, Any], bool]:
+    """A question about a node whose answer is kept: a node may be met by many ways."""
+
+    def answer(scaled: _Scaled, node: Any) -> bool:
+        key = question, node
+        if key not in scaled.known:
+            scaled.known[key] = question(scaled, node)
+        return scaled.known[key]
+
+    return answer
+
+
 class _Scaled:
     """What the nodes of a graph stand for: lines of a parameter, each times a number of its own; or such numbers."""
 
@@ -181,7 +182,9 @@ class _Scaled:
         self.parameter, self.lines = parameter, lines
         self.shape = _without_ones(parameter.shape)
         self.one_each = _without_ones((lines, *[1] * (parameter.dim() - 1)))
+        self.known: dict[Any, bool] = {}
 
+    @_asked_once
     def is_line(self, node: Any) -> bool:
         """Whether a node stands for the lines, each times a number of its own."""
         if node is None:
@@ -200,7 +203,7 @@ class _Scaled:
             constant = "_saved_self" if is_turned else "_saved_other"
             is_number = self.is_number(number) if number is not None else self.is_constant(node, constant)
             return is_number and self.is_line(line)
-        return operation in {"Neg", "Clone", "Alias"} | SAME_PLACES and self.is_line(parents[0])
+        return operation in OF_LINES and self.is_line(parents[0])
 
     def is_constant(self, node: Any, name: str) -> bool:
         """Whether what a node has saved by a name is one number for each line, or one for all."""
@@ -210,6 +213,7 @@ class _Scaled:
             return False
         return isinstance(saved, Tensor) and (saved.numel() == 1 or _without_ones(saved.shape) == self.one_each)
 
+    @_asked_once
     def is_number(self, node: Any) -> bool:
         """Whether a node stands for one number for each line, made of that line and of constants."""
         if hasattr(node, "variable"):
@@ -223,13 +227,14 @@ class _Scaled:
             return True
         if operation in ("LinalgVectorNorm", "Norm", "Sum", "Mean"):
             return all(map(self.is_of_line, parents))
-        return operation in ELEMENTWISE | SAME_PLACES and all(map(self.is_number, parents))
+        return operation in BY_PLACE and all(map(self.is_number, parents))
 
+    @_asked_once
     def is_of_line(self, node: Any) -> bool:
         """Whether the numbers of a node are made of those of the parameter in the same line, and of constants."""
         if hasattr(node, "variable"):
             return node.variable is self.parameter
-        if operation_of(node) not in ELEMENTWISE | SAME_PLACES or _without_ones(shape_of(node)) != self.shape:
+        if operation_of(node) not in BY_PLACE or _without_ones(shape_of(node)) != self.shape:
             return False
         parents = [parent for parent, _ in node.next_functions if parent is not None]
         return all(self.is_of_line(parent) or self.is_number(parent) for parent in parents)
@@ -238,17 +243,28 @@ class _Scaled:
 # Any other way
 
 
-def _rows_at_once(result: Tensor, sources: Sequence[Tensor], rows: Tensor) -> list[Tensor | None]:
+def _dense_rows(result: Tensor, sources: Sequence[Tensor], rows: Tensor) -> Sequence[Tensor | None]:
+    """The rows of trainable sources, some samples at a time."""
+    batch, at_once = rows.shape[0], cost.at_once(result.numel(), cost.DERIVED_AT_ONCE)
+    if is_traced() or at_once >= batch:
+        return _rows_at_once(result, sources, rows)
+    parts = (_rows_at_once(result, sources, rows[first : first + at_once]) for first in range(0, batch, at_once))
+    all_rows: list[Tensor | None] = []
+    for number, grads in enumerate(parts):
+        all_rows = all_rows or [None if grad is None else grad.new_empty(batch, *grad.shape[1:]) for grad in grads]
+        for whole, grad in zip(all_rows, grads, strict=True):
+            if whole is not None and grad is not None:
+                whole[number * at_once : (number + 1) * at_once] = grad
+    return all_rows
+
+
+def _rows_at_once(result: Tensor, sources: Sequence[Tensor], rows: Tensor) -> Sequence[Tensor | None]:
     """The same for a few samples, all at once."""
-    rows, trainable = materialized(rows), [source for source in sources if source.requires_grad]  # as of now
-    gradients = partial(torch.autograd.grad, result, trainable, retain_graph=True, allow_unused=True)
+    rows = materialized(rows)
+    gradients = partial(torch.autograd.grad, result, sources, retain_graph=True, allow_unused=True)
     if rows.shape[0] == 1:
-        found: Sequence[Tensor | None] = [None if grad is None else grad[None] for grad in gradients(rows[0])]
-    elif cost.is_symbol(rows.shape[0]):  # is_grads_batched takes none, and vmap follows no checkpoint
-        with quiet_fallbacks():
-            found = torch.vmap(gradients)(rows)
-    else:
-        with quiet_fallbacks():
-            found = gradients(rows, is_grads_batched=True)
-    of_trainable = iter(found)
-    return [next(of_trainable) if source.requires_grad else None for source in sources]
+        return [None if grad is None else grad[None] for grad in gradients(rows[0])]
+    with quiet_fallbacks():
+        if cost.is_symbol(rows.shape[0]):  # is_grads_batched takes none, and vmap follows no checkpoint
+            return torch.vmap(gradients)(rows)
+        return gradients(rows, is_grads_batched=True)

@@ -223,11 +223,11 @@ class Rows(Tensor):
         matrix: Tensor,  # shape
     ) -> R:
         """`scale[o] * row[o] + numbers[b, o] * matrix[o]` for each line o of row b; factored where these rows are."""
-        blocks, start = [], 0
-        for size, terms in self._remade(lambda term: with_scaled_lines(term, scale)):
-            added = Guarded.of(Lines.of(numbers[start : start + size], matrix))
-            blocks.append((size, (*terms, added)))
-            start += size
+        scaled = self._remade(lambda term: with_scaled_lines(term, scale))
+        blocks = [
+            (size, (*terms, Guarded.of(Lines.of(own, matrix))))
+            for (size, terms), own in zip(scaled, by_block(numbers, scaled), strict=True)
+        ]
         return self._like(blocks, self.shape)
 
     def chunks(self) -> Iterator[Tensor]:
@@ -293,9 +293,15 @@ def scaled_blocks(rows: Rows, by_row: Tensor | float) -> list[Block]:
     """The blocks of the rows times a number, or times each row's own, `(B,)`."""
     if not isinstance(by_row, Tensor):
         return rows._remade(methodcaller("scaled", by_row))
-    blocks, start = [], 0
-    for size, terms in rows.blocks:
-        part = by_row[start : start + size]
-        blocks.append((size, tuple(guarded.derived(methodcaller("scaled", part)) for guarded in terms)))
+    return [
+        (size, tuple(guarded.derived(methodcaller("scaled", own)) for guarded in terms))
+        for (size, terms), own in zip(rows.blocks, by_block(by_row, rows.blocks), strict=True)
+    ]
+
+
+def by_block(numbers: Tensor, blocks: Sequence[Block]) -> Iterator[Tensor]:
+    """Of tensors with something for each row, `(B, ...)`, what is for the rows of each block."""
+    start = 0
+    for size, _ in blocks:
+        yield numbers[start : start + size]
         start += size
-    return blocks

@@ -40,9 +40,14 @@ class Derived:
 
     def weights(self) -> list[Derived]:
         """The weights that it is computed from."""
-        if self.value is not None:
-            return [self]
-        return list(dict.fromkeys(weight for source in self.sources for weight in source.weights()))
+        seen: dict[Derived, None] = {}
+        left = [self]
+        while left:  # each once, whatever the ways to it
+            derived = left.pop()
+            if derived not in seen:
+                seen[derived] = None
+                left.extend(reversed(derived.sources))
+        return [derived for derived in seen if derived.value is not None]
 
     def expanded(self, batch: int, recorder: RecorderLike) -> Tensor:
         """The value `(B, *shape)`."""
