@@ -41,7 +41,7 @@ class Constants:
             if module._buffers and getattr(module, "calls_others", True):
                 self.known.update({id(buffer): buffer for buffer in module._buffers.values() if buffer is not None})
             for parameter in module._parameters.values():
-                if isinstance(parameter, nn.Parameter) and not parameter.requires_grad:
+                if parameter is not None and not parameter.requires_grad and isinstance(parameter, nn.Parameter):
                     self.known[id(parameter)] = parameter
         for table in tables:
             tensor = table.tensor()

@@ -49,6 +49,9 @@ def linked_pass(recorder: RecorderLike, module: nn.Module, inputs: Any, batch: i
     """
     if getattr(_READING, "runs", False):
         raise _Recomputed
+    args, kwargs = inputs
+    if all(isinstance(x, Tensor) and x.grad_fn is None for x in (*args, *kwargs.values())):  # as in most calls
+        return None
     arguments = (x for x in (*data_in(inputs), *contents(inputs)) if isinstance(x, Tensor))
     ends: list[Any] = list(dict.fromkeys(x.grad_fn for x in arguments if x.grad_fn is not None))
     if not ends:
