@@ -701,6 +701,93 @@ def test_recurrent_cells(kind: Callable[..., nn.RNNCellBase], objective: Any) ->
     assert runs_whole(assert_right(built(Slots(kind)), *calls(), objective=objective))
 
 
+class Sequences(nn.Module):
+    """A recurrent layer over several sequences of each sample, as over the sentences of a text."""
+
+    def __init__(self, layer: nn.RNNBase, first: str = "zeros") -> None:
+        super().__init__()
+        self.layer, self.first = layer, first
+        self.sizes = [layer.proj_size or layer.hidden_size, *([layer.hidden_size] if layer.mode == "LSTM" else [])]
+        count = layer.num_layers * (2 if layer.bidirectional else 1)
+        if first == "learned":
+            self.states = nn.ParameterList(torch.empty(count, 1, size) for size in self.sizes)
+        elif first == "computed":
+            self.before = nn.ModuleList(nn.Linear(D, count * size) for size in self.sizes)
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, n, T, D)
+        rows = self.chosen(x.flatten(0, 1))  # (B * n, T, D)
+        y, states = self.layer(rows if self.layer.batch_first else rows.transpose(0, 1), self.first_states(rows))
+        states = states if isinstance(states, tuple) else (states,)
+        steps_first = [y.transpose(0, 1) if self.layer.batch_first else y, *states]
+        return self.put_back(torch.cat([part.transpose(0, 1).flatten(1) for part in steps_first], 1), x)
+
+    def first_states(self, rows: Tensor) -> Any:
+        if self.first == "zeros":
+            return None
+        if self.first == "learned":
+            states = [own.expand(-1, len(rows), -1).contiguous() for own in self.states]
+        else:
+            of_rows = [own(rows[:, 0]).unflatten(1, (-1, size)) for own, size in zip(self.before, self.sizes)]  # noqa: B905
+            states = [state.transpose(0, 1).contiguous() for state in of_rows]
+        return tuple(states) if len(states) > 1 else states[0]
+
+    def chosen(self, rows: Tensor) -> Tensor:
+        return rows
+
+    def put_back(self, rows: Tensor, x: Tensor) -> Tensor:
+        return rows.unflatten(0, x.shape[:2])
+
+
+class SomeSequences(Sequences):
+    """Over those whose first number is positive alone, the last ones first."""
+
+    def chosen(self, rows: Tensor) -> Tensor:
+        self.places = torch.where(rows[:, 0, 0] > 0)[0].flip(0)
+        return rows[self.places]
+
+    def put_back(self, rows: Tensor, x: Tensor) -> Tensor:
+        places, self.places = self.places, None
+        zeros = torch.zeros(x.shape[0] * x.shape[1], rows.shape[1], dtype=x.dtype)
+        return zeros.index_add(0, places, rows).unflatten(0, x.shape[:2])
+
+
+RECURRENT: dict[str, Callable[[], nn.RNNBase]] = {
+    "lstm": lambda: nn.LSTM(D, 3, batch_first=True),
+    "lstm_time_first": lambda: nn.LSTM(D, 3),
+    "lstm_two_layers": lambda: nn.LSTM(D, 3, 2, batch_first=True, bidirectional=True, proj_size=2),
+    "lstm_no_bias": lambda: nn.LSTM(D, 3, bias=False, proj_size=2),
+    "gru": lambda: nn.GRU(D, 3, 2, batch_first=True),
+    "gru_both_ways": lambda: nn.GRU(D, 3, bidirectional=True),
+    "tanh": lambda: nn.RNN(D, 3, batch_first=True, bias=False),
+    "relu": lambda: nn.RNN(D, 3, 2, nonlinearity="relu"),
+}
+
+
+def of_sequences(sequences: int = 2) -> list[Call]:
+    return [Call((values(B, sequences, T, D, seed=seed),)) for seed in range(3)]
+
+
+@pytest.mark.parametrize("first", ["zeros", "learned", "computed"])
+@pytest.mark.parametrize("objective", [total_loss, gradient_penalty])
+@pytest.mark.parametrize("layer", RECURRENT.values(), ids=RECURRENT)
+def test_recurrent_layers(layer: Callable[[], nn.RNNBase], objective: Any, first: str) -> None:
+    module = built(Sequences(layer(), first), around=False)
+    assert runs_whole(assert_right(module, *of_sequences(), objective=objective))
+
+
+@pytest.mark.parametrize("sequences", [1, B, 6])
+def test_numbers_of_sequences(sequences: int) -> None:
+    module = built(Sequences(nn.LSTM(D, 3, batch_first=True)), around=False)
+    assert_right(module, *of_sequences(sequences))
+
+
+@pytest.mark.parametrize("first", ["zeros", "learned", "computed"])
+@pytest.mark.parametrize("layer", RECURRENT.values(), ids=RECURRENT)
+def test_recurrent_layers_over_some_sequences(layer: Callable[[], nn.RNNBase], first: str) -> None:
+    module = built(SomeSequences(layer(), first), around=False)
+    assert runs_whole(assert_right(module, *of_sequences(5)))
+
+
 class Masked(nn.Module):
     """It writes a token of its own where a mask says, as models that fill in what is masked do."""
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from expanded_nn.common.modes import not_compiled
 from expanded_nn.common.traced import refuse_values
 from expanded_nn.layers.recurrent.equations import RECURRENCES, Weights
-from expanded_nn.layers.recurrent.recurrence import recurrent
+from expanded_nn.layers.recurrent.recurrence import recurrent, stacked
 from expanded_nn.layers.recurrent.steps import Steps
 from expanded_nn.modules.base import Expanded
 from expanded_nn.modules.layout import refuse_other_count, refuse_other_than_sequences
@@ -43,36 +42,15 @@ class _Layers(Expanded, nn.RNNBase):
         x = self._checked_input(input)
         steps = Steps.of_packed(input) if isinstance(input, PackedSequence) else Steps.of(self._time_first(x))
         states = self._initial_states(x, hx, steps)
-        y, *last = self._stacked(self._time_first(x), steps, [steps.in_sequences_order(state, 1) for state in states])
+        states = [steps.in_sequences_order(state, 1) for state in states]
+        ends = ("", "_reverse") if self.bidirectional else ("",)
+        weights = [self._weights_of(f"l{layer}{end}") for layer in range(self.num_layers) for end in ends]
+        dropout = self.dropout if self.training else 0.0
+        recurrence = RECURRENCES[self.mode]
+        y, *last = stacked(recurrence, steps, self._time_first(x), states, weights, len(ends), dropout)
         last = [steps.in_samples_order(torch.stack(states), 1) for states in last]
         output = PackedSequence(y, *input[1:]) if isinstance(input, PackedSequence) else self._time_first(y)
         return output, tuple(last) if self.mode == "LSTM" else last[0]
-
-    def _stacked(
-        self,
-        x: Tensor,  # (T, B, in), or (N, in)
-        steps: Steps,
-        initial: list[Tensor],  # each (layers * directions, B, features)
-    ) -> tuple[Any, ...]:
-        """The last layer's outputs, shaped as `x`, and a list of the last states of all layers and directions.
-
-        An LSTM has two kinds of states, so two lists.
-        """
-        last: list[list[Tensor]] = [[] for _ in initial]
-        for layer in range(self.num_layers):
-            outputs = []
-            for direction in range(2 if self.bidirectional else 1):
-                first = [states[len(last[0])] for states in initial]
-                along = steps.reversed(x) if direction else x
-                weights = self._weights_of(f"l{layer}_reverse" if direction else f"l{layer}")
-                y, cells = recurrent(RECURRENCES[self.mode], steps, along, first, weights)
-                for states, state in zip(last, (steps.last(y), *cells), strict=True):
-                    states.append(state)
-                outputs.append(steps.reversed(y) if direction else y)
-            x = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
-            if self.dropout and layer < self.num_layers - 1:
-                x = F.dropout(x, self.dropout, self.training)
-        return x, *last
 
     def _weights_of(self, suffix: str) -> Weights:
         ih, hh = (self.expanded(f"weight_{side}_{suffix}") for side in ("ih", "hh"))

@@ -11,7 +11,6 @@ from string import ascii_letters
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from expanded_nn.common.functions import functions, is_in_place
@@ -30,7 +29,6 @@ from expanded_nn.layers.general.batched import (
 from expanded_nn.layers.general.folded import linear_of_rows
 from expanded_nn.layers.general.owners import Arrangement, Owners
 from expanded_nn.layers.general.samples import constant, together
-from expanded_nn.layers.recurrent.equations import Elman, Gru, Lstm, Recurrence
 from expanded_nn.recording.places import einsum_names
 
 
@@ -137,32 +135,6 @@ def _grouped_product(func: Any, args: Any, kwargs: Any) -> Tensor:
     return y
 
 
-def _cell(recurrence: Recurrence) -> Rule:
-    """For a recurrent cell: its linear maps have a rule, and all else is computed number by number."""
-
-    def rule(func: Any, args: Any, kwargs: Any) -> Any:
-        refuse_unless(not kwargs and len(args) == 6 and is_own(args[3]))
-        x, states, weight_ih, weight_hh, bias_ih, bias_hh = args
-        h, c = states if isinstance(recurrence, Lstm) else (states, None)
-        of_h = _linear_of_states(func, h, weight_hh, bias_hh, x)
-        y, c = recurrence.step(F.linear(x, weight_ih, bias_ih), of_h, h, c, None)
-        if weight_hh.run.owners is not None:
-            weight_hh.run.owners.of(y)  # as its graph tells, before it is taken for a row of each sample
-        return y if c is None else (y, c)
-
-    return rule
-
-
-def _linear_of_states(func: Any, h: Tensor, weight: Batched, bias: Batched | None, x: Tensor) -> Tensor:
-    """The linear map of a cell's states: the first ones, which are zeros, belong to the samples as the input does."""
-    arrangement = None if h.requires_grad else weight.run.arranged(x)
-    if arrangement is None:
-        return F.linear(h, weight, bias)
-    weight.run.note(func, whole=True)
-    y = linear_of_rows(h, weight.value, None if bias is None else bias.value, arrangement)
-    return as_arranged(weight.run, y, arrangement)
-
-
 def _set_data(func: Any, args: Any, kwargs: Any) -> None:
     """To itself, as where a module is moved to the dtype that it has."""
     refuse_unless(args[0] is args[1])
@@ -178,8 +150,4 @@ FOLDED_RULES: dict[Any, Rule] = {
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
     Tensor.grad.__get__: _no_grad,  # type: ignore[union-attr]
     **dict.fromkeys(functions("grouped_mm", "_grouped_mm"), _grouped_product),
-    torch.rnn_tanh_cell: _cell(Elman()),
-    torch.rnn_relu_cell: _cell(Elman(relu=True)),
-    torch.lstm_cell: _cell(Lstm()),
-    torch.gru_cell: _cell(Gru()),
 }

@@ -49,6 +49,7 @@ from expanded_nn.layers.general.folded_rules import (
     with_folded_rows,
 )
 from expanded_nn.layers.general.owners import takes_view
+from expanded_nn.layers.general.recurrent_rules import RECURRENT_RULES
 from expanded_nn.layers.linear import linear
 
 _BOTH = ("weight", "bias")
@@ -435,5 +436,5 @@ TABLE: dict[Any, Rule] = {
         for func in (getattr(F, op.__name__),)
     },
 }
-RULES.update({**TABLE, **FOLDED_RULES})
+RULES.update({**TABLE, **FOLDED_RULES, **RECURRENT_RULES})
 COMPUTED.update(func for func, rule in TABLE.items() if rule not in (as_it_looks, _requires_grad))
