@@ -27,7 +27,7 @@ from expanded_nn.compiling.kinds import Call, of_models, of_surroundings
 from expanded_nn.compiling.looks import StepValues
 from expanded_nn.compiling.replay import ArgumentDim, Graph
 from expanded_nn.compiling.tracing import Traced, trace
-from expanded_nn.recording.independence import compare_next
+from expanded_nn.recording.comparisons import compare_next
 from expanded_nn.recording.isolation import look_at_grads
 
 Function = TypeVar("Function", bound=Callable[..., Any])

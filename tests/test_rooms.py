@@ -91,7 +91,7 @@ def test_the_attributes_that_the_library_sets_on_modules_are_named() -> None:
     """Where a forward starts over, all others are taken for the user's; and none is named that nobody sets."""
     files = [PACKAGE / "modules" / "base.py", PACKAGE / "modules" / "layout.py", *(PACKAGE / "layers").glob("*.py")]
     files += [PACKAGE / "layers" / "general" / f"{name}.py" for name in ("alone", "rule")]
-    files.append(PACKAGE / "recording" / "independence.py")
+    files.append(PACKAGE / "recording" / "comparisons.py")
     found = set().union(*(private_attributes_set(ast.parse(file.read_text())) for file in files))
     forward = ast.parse((PACKAGE / "recording" / "forward.py").read_text())
     found |= private_attributes_set(forward) - {"_pass"}  # a forward's own

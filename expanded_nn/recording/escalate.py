@@ -18,7 +18,8 @@ from expanded_nn._errors import PerSampleError, add_note, complaint, sentence, w
 from expanded_nn.common.modes import checkpoint_hooks, is_of_checkpoint, running_backward, uncounted
 from expanded_nn.common.steady import StateBefore
 from expanded_nn.common.traced import is_traced
-from expanded_nn.recording.independence import Halves, past_comparisons
+from expanded_nn.recording.comparisons import past_comparisons
+from expanded_nn.recording.independence import Halves
 from expanded_nn.recording.leaf import Noted
 from expanded_nn.recording.watch import refuse_outside_use
 

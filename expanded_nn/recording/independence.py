@@ -1,15 +1,13 @@
-"""Whether a sample's result and gradient are its own, asked at new sizes of the batch, and now and then.
+"""Whether a sample's result and gradient are its own.
 
 That sees what no layer can: samples that the forward mixes, and arguments or tables whose B rows are no samples.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from functools import cached_property
+from contextlib import contextmanager, nullcontext, suppress
+from functools import cached_property, partial
 from random import Random
 from typing import Any
 
@@ -25,56 +23,14 @@ from expanded_nn.common.modes import uncounted, unseen, without_fused_inference
 from expanded_nn.common.outside import is_a_users_hook
 from expanded_nn.common.rounding import are_equal, are_like, are_near, is_comparable, near
 from expanded_nn.common.steady import Attributes, BeforeForward, RandomStates, attributes_of
-from expanded_nn.common.traced import wait_for_values
 from expanded_nn.factored import FactoredTensor
+from expanded_nn.recording.doubt import Pair, Rounding
 from expanded_nn.recording.graph import graph_of
 from expanded_nn.recording.lift import has_guests, is_bias, parameters_of, swapped
 from expanded_nn.recording.plain_model import TRIES, refusal_of_another_model
 from expanded_nn.recording.sharded import is_sharded
 
 MEET = -1  # in place of a dimension
-
-
-@dataclass
-class PastComparisons:
-    """When samples were compared in forwards of one kind: in the first batch of each size, and in ever fewer others.
-
-    Attributes:
-        calls: How many forwards there were.
-        sizes: Those of their batches.
-        looked_at: The size of the batch, up to 2, in which one has also looked for what differs from the plain model.
-    """
-
-    calls: int = 0
-    sizes: set[int | None] = field(default_factory=set)
-    looked_at: int = 0
-
-    def are_due(self, batch: int) -> bool:
-        """Whether samples are compared now: at the calls 0, 1, 3, 7, …, as values may lead them where they meet."""
-        return batch not in self.sizes or (self.calls & (self.calls + 1)) == 0
-
-    def wait_for_first(self) -> None:
-        """In a trace: waits for the first call, where samples are compared. The graph serves batches of any size."""
-        if not self.calls:
-            wait_for_values("its samples are compared first")
-
-    def note(self, batch: int | None, looked_at: int = 0) -> None:
-        """Notes a forward that has succeeded."""
-        self.calls += 1
-        self.sizes.add(batch)
-        self.looked_at = max(self.looked_at, looked_at)
-
-
-def past_comparisons(module: Any) -> PastComparisons:
-    """Those of a module that is called, in training or not; it keeps them while the mode is off."""
-    past: dict[bool, PastComparisons] = vars(module).setdefault("_past_comparisons", defaultdict(PastComparisons))
-    return past[module.training]
-
-
-def compare_next(module: Any) -> None:
-    """Lets the samples be compared in the module's next forwards, as if none of such sizes had been before."""
-    for past in vars(module).get("_past_comparisons", {}).values():
-        past.sizes.clear()
 
 
 class Halves:
@@ -285,6 +241,7 @@ class Halves:
         taken there, and an argument has B in another one.
         """
         found: list[int | None] = [None] * len(whole)
+        rounding = self._rounding(whole)
         sums: dict[int, Any] = {place: 0 for place, x in enumerate(whole) if is_comparable(x) and not x.dim()}
         for half in (self.half, [i for i in range(self.batch) if i not in self.half]):
             pairs = zip(self.leaves, dims, strict=True)
@@ -293,7 +250,7 @@ class Halves:
             pairs_of_results = list(zip(whole, of_half, strict=True)) if len(of_half) == len(whole) else []
             if pairs_of_results:
                 found = [_place(*pair, half, self.batch) for pair in pairs_of_results]
-            if MEET in found:
+            if MEET in found or rounding.is_exceeded(self._pairs(whole, of_half, found, half)):
                 return None, []
             if self._keeps_samples(dims) and any(_has_no_half(*pair, self.batch) for pair in pairs_of_results):
                 return None
@@ -302,6 +259,19 @@ class Halves:
         if [*dims] != self.dims:  # layers read the arguments in the usual way, and a number does not show whose it is
             return found, [*sums]
         return found, [place for place, both in sums.items() if not any(are_near(x, whole[place]) for x in both)]
+
+    def _pairs(self, whole: list[Any], of_half: list[Any], dims: list[int | None], half: list[int]) -> list[Pair]:
+        """What is to be the same in the results of all samples, which stand in these `dims`, and of half of them."""
+        pairs = []
+        for number, dim in enumerate(dims):
+            if dim is not None:
+                take = partial(_taken, dim=dim, samples=half, batch=self.batch)
+                pairs.append(Pair(number, take(whole[number].detach()), of_half[number].detach(), take))
+        return pairs
+
+    def _rounding(self, whole: list[Any]) -> Rounding:
+        """What rounding does to the plain forward, whose results are `whole`."""
+        return Rounding(lambda leaves: self.run(self.plain, leaves)[0], self.leaves, self.module, whole)
 
     def _keeps_samples(self, dims: Sequence[int | None]) -> bool:
         """Whether an argument has B in a dimension in which no samples are taken, as a matrix of pairs has."""
@@ -339,7 +309,20 @@ class Halves:
         """
         if len(self.plain_results) != len(whole) or not self.has_plain_model():
             return True
-        return are_like(self.plain_results, whole) or self.chooses_by_chance()
+        if are_like(self.plain_results, whole) and not self._is_unlike_plain(whole):
+            return True
+        return self.chooses_by_chance()
+
+    def _is_unlike_plain(self, whole: list[Any]) -> bool:
+        """Whether the results differ from the plain ones by more than rounding, though by less than is beyond doubt."""
+        plain, pairs = self.plain_results, []
+        for number, (x, other) in enumerate(zip(plain, whole, strict=True)):
+            if is_comparable(x) and is_comparable(other):
+                take = partial(Tensor.expand, size=other.shape)
+                with suppress(RuntimeError):  # shapes that tell nothing
+                    pairs.append(Pair(number, take(x.detach()), other.detach(), take))
+        with self._plainly(is_random=False, with_graph=False):
+            return self._rounding(plain).is_exceeded(pairs)
 
     def chooses_by_chance(self) -> bool:
         """Whether the plain forward, which draws no number by torch, gives something else each time."""

@@ -16,6 +16,7 @@ from expanded_nn.common.steady import BeforeForward, RandomStates, copies
 from expanded_nn.layers.general.left import Before, Numbers, Place, with_left
 from expanded_nn.layers.general.mapped import tensors_of
 from expanded_nn.layers.norm import with_contiguous_gradient
+from expanded_nn.recording.doubt import Rounding
 
 
 class Plain:
@@ -64,6 +65,15 @@ class Plain:
         drawn = not draws and self.states.restore()
         self.is_random = drawn if self.is_random is None else self.is_random
         return [tensor.detach() for tensor in tensors]
+
+    def rounding(self, results: list[Tensor], *, hooks: bool) -> Rounding:
+        """What rounding does to it, where these are its results."""
+        leaves, structure = tree_flatten(self.arguments)
+
+        def run(others: list[Any]) -> list[Tensor]:
+            return self(hooks=hooks, arguments=tree_unflatten(others, structure))
+
+        return Rounding(run, leaves, self.module, results)
 
     @torch.enable_grad()
     def with_graph(self, *, hooks: bool) -> tuple[list[Tensor], list[Tensor]]:

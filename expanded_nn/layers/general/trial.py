@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from expanded_nn.common.batch import FOLDED, unfolded
 from expanded_nn.common.chance import WithoutChance
 from expanded_nn.common.containers import flatten
 from expanded_nn.common.modes import unseen
-from expanded_nn.common.rounding import are_equal, are_near, near
+from expanded_nn.common.rounding import are_equal, are_near, is_comparable, near
 from expanded_nn.common.shared import memory_order
 from expanded_nn.common.steady import BeforeForward
 from expanded_nn.factored import as_factored
@@ -34,6 +35,7 @@ from expanded_nn.layers.general.mapped import MEAN, NOWHERE, OF_PARAMETERS, SUM,
 from expanded_nn.layers.general.plain import Plain, is_float
 from expanded_nn.layers.general.told import Compared, Way
 from expanded_nn.modules.layout import hint_of_layout, refusal
+from expanded_nn.recording.doubt import Pair
 from expanded_nn.recording.lift import swapped
 
 # the leaves of a result, their structure, and their derivatives by the trained parameters and the arguments
@@ -148,7 +150,7 @@ class Trial:
                     is_other = hooks != needs_hooks or self.plain.is_random
                     expected = self.plain(hooks=hooks) if is_other else self.expected
                     dims = self._dims(mapped, expected, hooks=hooks)
-                    if dims is None or not self._agree(mapped, dims, expected):
+                    if dims is None or not self._agree(mapped, dims, expected, hooks=hooks):
                         continue
                     self._refuse_shared_numbers(mapped, dims)
                     try:
@@ -424,10 +426,10 @@ class Trial:
         is_sum = recorder is not None and recorder.settings.loss_reduction == "sum"
         return is_sum and bool((numbers == numbers[0]).all())
 
-    def _agree(self, mapped: Mapped, dims: tuple[int, ...], expected: list[Tensor]) -> bool:
+    def _agree(self, mapped: Mapped, dims: tuple[int, ...], expected: list[Tensor], *, hooks: bool) -> bool:
         results = mapped.with_samples_in(dims).tensors
-        size = self._size_of_arguments()
-        for result, plain, dim in zip(results, expected, dims, strict=True):
+        size, pairs = self._size_of_arguments(), []
+        for number, (result, plain, dim) in enumerate(zip(results, expected, dims, strict=True)):
             if plain.shape == (1,) and self.batch > 1:  # (B,) would broadcast with (B, 1) to (B, B)
                 raise refusal(
                     self.module,
@@ -435,10 +437,13 @@ class Trial:
                     "a tensor with a batch dimension",
                     OF_PARAMETERS,
                 )
-            plain = once_per_sample(plain, dim, self.batch)
+            take = partial(once_per_sample, dim=dim, batch=self.batch)
+            plain = take(plain)
             if result.shape != plain.shape or not near(plain, result.detach(), size):
                 return False
-        return True
+            if is_comparable(plain):
+                pairs.append(Pair(number, plain, result.detach(), take))
+        return self._is_within_another() or not self.plain.rounding(expected, hooks=hooks).is_exceeded(pairs)
 
     def _size_of_arguments(self) -> float:
         """The largest number in the arguments."""
