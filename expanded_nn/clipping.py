@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from operator import itemgetter
 
 import torch
@@ -64,7 +64,8 @@ def clip_grad_sample_norms_(
     Raises:
         PerSampleError: If no trainable parameter has rows, a row holds inf or NaN, a parameter belongs to no module in
             per-sample mode, or has a gradient in `.grad` that no row is a part of, so that it would stay unclipped; or
-            if `max_norm` lacks a name or has one too many, or a function gives another shape than `(B,)`, inf or NaN.
+            if `max_norm` lacks a name, or has one of no parameter; or a function gives another shape than `(B,)`, inf
+            or NaN.
         ValueError: If `reduction` or `max_norm` has no meaning.
         TypeError: If `model` is no model.
 
@@ -103,7 +104,7 @@ def _clip(model: nn.Module, max_norm: MaxNorm | Mapping[str, MaxNorm], reduction
     held = _rows_to_clip(model, parameters, recorders, adds=adds)
     count, together = batch_size_of(held), not isinstance(max_norm, Mapping)
     limits = max_norm if isinstance(max_norm, Mapping) else {"": max_norm}
-    groups = dict.fromkeys(held, "") if together else _grouped(_names_of(model, parameters, held), limits)
+    groups = dict.fromkeys(held, "") if together else _grouped(model, parameters, held, limits)
     shards = [parameters[name] for name in held if is_shard(parameters[name])]
     # sums of shards add up over the ranks: each rank makes the same sums in the same order, whatever its samples
     parts = [Part(shapes, snapshot(rows)) for shapes, rows in side_by_side(held, join=together and not shards)]
@@ -253,29 +254,26 @@ def _norms(parts: list[Part], groups: Mapping[str, str], limits: Iterable[str]) 
     return norms
 
 
-def _names_of(model: nn.Module, parameters: Mapping[str, Tensor], held: Iterable[str]) -> dict[str, list[str]]:
-    """Parameter name -> all its names: a tied one has several."""
+def _grouped(
+    model: nn.Module, parameters: Mapping[str, Tensor], held: Iterable[str], limits: Mapping[str, MaxNorm]
+) -> dict[str, str]:
+    """Parameter name -> the nearest name with a limit: one of its own, or that of a module around it.
+
+    A tied parameter has several names of its own. Entries for parameters without rows now have no effect.
+    """
     by_id: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         by_id.setdefault(id(parameter), []).append(name)
-    return {name: by_id.get(id(parameters[name]), [name]) for name in held}
-
-
-def _grouped(names: Mapping[str, Sequence[str]], limits: Mapping[str, MaxNorm]) -> dict[str, str]:
-    """Parameter name -> the nearest name with a limit: one of its own, or that of a module around it."""
-    groups = {}
+    names, groups = {name: by_id.get(id(parameters[name]), [name]) for name in held}, {}
     for name, own_names in names.items():
-        prefixes = (
-            (above, ".".join(own_name.split(".")[: own_name.count(".") + 1 - above]))
-            for own_name in own_names
-            for above in range(own_name.count(".") + 2)
-        )
+        prefixes = (pair for own_name in own_names for pair in enumerate(_with_modules_around(own_name)))
         with_limit = [(above, prefix) for above, prefix in prefixes if prefix in limits]
         if with_limit:
             groups[name] = min(with_limit, key=itemgetter(0))[1]
-    lacking, idle = [name for name in names if name not in groups], sorted(set(limits) - set(groups.values()) - {""})
+    known = {prefix for own_names in by_id.values() for name in own_names for prefix in _with_modules_around(name)}
+    lacking, idle = [name for name in names if name not in groups], sorted(set(limits) - known - {""})
     if lacking or idle:
-        problem = f"the entries of max_norm for {first_few(idle)} belong to no parameter that has per-sample gradients"
+        problem = f"the entries of max_norm for {first_few(idle)} belong to no parameter"
         remedy = "Correct these names, or leave them out."
         if lacking:
             problem = (
@@ -285,6 +283,12 @@ def _grouped(names: Mapping[str, Sequence[str]], limits: Mapping[str, MaxNorm]) 
         wanted = "one entry for each parameter that has per-sample gradients, or for a module around it"
         raise complaint("clip_grad_sample_norms_", problem, wanted, remedy)
     return groups
+
+
+def _with_modules_around(name: str) -> list[str]:
+    """A parameter's name, and those of the modules around it, nearest first; the last one is that of the model."""
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(len(parts), -1, -1)]
 
 
 def _set_grad(parameter: Tensor, total: Tensor, *, add: bool) -> None:

@@ -392,12 +392,15 @@ class Graphs:
         if traced.len_lines:
             self._warn(
                 f"each size takes a graph of its own, as a size is made a number in {traced.len_lines[0]}. "
-                "Write x.shape[0] in place of len(x)."
+                "Write x.shape[0] in place of len(x), and make no text of it."
             )
         family.graphs.append(graph)
         lines = [line for one in family.graphs if (line := one.sizes.line_of_number()) is not None]
         if len(lines) == SINGLE_SIZES and not traced.len_lines:
-            self._warn(f"{len(lines)} sizes have taken graphs of their own, as a size is made a number in {lines[-1]}.")
+            self._warn(
+                f"{len(lines)} sizes have taken graphs of their own, as a size is made a number in {lines[-1]}. If "
+                "that is a line of the step, compute with x.shape[0] by Python's operators, as x.shape[0] ** 0.5."
+            )
         family.by_shapes[call.shapes] = graph
         return graph
 

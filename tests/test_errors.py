@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call
 from torch.nn.utils import parametrizations, parametrize, prune
-from torch.nn.utils.rnn import pack_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence
 from torch.utils.checkpoint import checkpoint
 
 import expanded_nn as enn
@@ -794,7 +794,8 @@ def the_gradients_of_a_number() -> None:
 
 
 @refused(
-    r"^functional\.layer_norm: weight has shape \(2, 3\); wanted one for each sample, \(3, 3\)\. .* weight\.expand"
+    r"^functional\.layer_norm: weight has shape \(2, 3\); wanted one for each sample, \(3, 3\)\. One that all samples "
+    r"share has the shape \(3,\)\.$"
 )
 def other_weights_for_a_norm() -> None:
     enn.functional.layer_norm(torch.randn(3, 5, 3), (3,), torch.randn(2, 3))
@@ -811,17 +812,55 @@ def buckets_that_are_made_anew_between_two_backwards() -> None:
         rows_held(model)
 
 
-@refused(r"^functional\.linear: bias has shape \(2, 1\); wanted one for each sample, \(2, 3\)\. .* bias\.expand\(B")
+@refused(r"^functional\.linear: bias has shape \(2, 1\); wanted one for each sample, \(2, 3\)\. One that .* \(3,\)\.$")
 def other_biases_for_the_weights_of_all_samples() -> None:
     enn.functional.linear(torch.randn(2, 4), torch.randn(2, 3, 4), torch.randn(2, 1))
 
 
 @refused(
     r"^functional\.embedding_bag: weight has shape \(4, 3\); wanted a table for each sample, \(5, entries, dim\)\. For "
-    r"one that all samples share write weight\.expand\(B, \*weight\.shape\)\.$"
+    r"one that all samples share, \(entries, dim\), write weight\.expand\(B, -1, -1\)\.$"
 )
 def a_plain_table_for_bags() -> None:
     enn.functional.embedding_bag(torch.randint(4, (5, 2)), torch.randn(4, 3))
+
+
+class OfSequences(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.LSTM(3, 4, batch_first=True), nn.Parameter(torch.ones(4))
+
+    def forward(self, sequences: PackedSequence) -> Tensor:
+        return self.layer(sequences)[1][0][-1] * self.scale  # type: ignore[no-any-return]
+
+
+@refused(
+    r"^OfSequences: it has parameters of its own and is called with a PackedSequence, .* Hold the parameters in a "
+    r"small module of their own, .* or pack within the forward\.$"
+)
+def a_packed_sequence_for_a_module_with_parameters() -> None:
+    sequences = pack_padded_sequence(torch.randn(3, 5, 3), torch.tensor([2, 5, 3]), True, enforce_sorted=False)
+    enn.convert(OfSequences()).per_sample()(sequences)
+
+
+class OfImages(nn.Module):
+    """Where a word is 0 there is an image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.images, self.scale = nn.Embedding(9, 4), nn.Linear(5, 4), nn.Parameter(torch.ones(4))
+
+    def forward(self, words: Tensor, images: Tensor) -> Tensor:
+        return self.words(words).masked_scatter((words == 0)[..., None], self.images(images)).mean(1) * self.scale
+
+
+@refused(
+    r"^OfImages: .* sample by sample; .* Where samples have unequal numbers of rows, as of images, say "
+    r"per_sample\(batch_size=1\), call the model with each alone"
+)
+def unequally_many_images() -> None:
+    words = torch.tensor([[0, 0, 3, 4], [5, 0, 1, 2], [0, 0, 0, 0]])
+    enn.convert(OfImages()).per_sample()(words, torch.randn(7, 5))
 
 
 @refused(r"^clip_grad_sample_norms_: no trainable parameter has per-sample gradients")
@@ -2543,7 +2582,7 @@ def clipping_twice() -> None:
 
 @refused(
     r"max_norm has no entry for the parameters \['0\.bias'\], and the entries of max_norm for \['1'\] belong to no "
-    r"parameter that has per-sample gradients; wanted one entry for each parameter.*Correct these names.*Add an entry"
+    r"parameter; wanted one entry for each parameter.*Correct these names.*Add an entry"
 )
 def clipping_by_other_names() -> None:
     model = on(nn.Linear(4, 4))
@@ -2551,9 +2590,7 @@ def clipping_by_other_names() -> None:
     enn.clip_grad_sample_norms_(model, {"0.weight": 1.0, "1": 1.0})
 
 
-@refused(
-    r"the entries of max_norm for \['1'\] belong to no parameter that has .*Correct these names, or leave them out"
-)
+@refused(r"the entries of max_norm for \['1'\] belong to no parameter; wanted .*Correct these names, or leave them out")
 def clipping_by_a_name_too_many() -> None:
     model = on(nn.Linear(4, 4))
     model(torch.randn(SAMPLES, 4)).sum().backward()

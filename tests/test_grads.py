@@ -360,6 +360,23 @@ def test_a_group_of_clipping_without_parameters() -> None:
     torch.testing.assert_close(norms["0"], flat(dense(model)).norm(dim=1))
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_limit_of_a_layer_that_a_step_does_not_use(frozen: bool) -> None:
+    """It has no effect then, so that one mapping serves for all steps."""
+    model = enn.convert(nn.ModuleDict({"first": nn.Linear(4, 3), "second": nn.Linear(3, 2)})).per_sample()
+    model["second"].requires_grad_(not frozen)
+    limits = {"first": 1e-3, "second.weight": 1.0, "second": 2.0}
+    model["first"](torch.randn(BATCH, 4)).sum(1).mean().backward()
+    norms = enn.clip_grad_sample_norms_(model, limits)
+    assert list(norms) == list(limits)
+    assert (norms["first"] > 0).all()
+    assert not norms["second"].any()
+    assert not norms["second.weight"].any()
+    assert model["second"].weight.grad is None
+    factors = (1e-3 / norms["first"])[:, None, None]
+    torch.testing.assert_close(model["first"].weight.grad, (model["first"].weight.grad_sample * factors).sum(0))
+
+
 def test_inner_products_with_a_mean(case: tuple[nn.Module, Tensor, Tensor]) -> None:
     model, x, _ = case
     backward(model, x)

@@ -113,7 +113,7 @@ def _refuse_other_rows(op: str, rows: int, weight: Tensor) -> None:
             f"functional.{op}",
             f"weight has shape {tuple(weight.shape)}",
             f"a table for each sample, ({rows}, entries, dim)",
-            "For one that all samples share write weight.expand(B, *weight.shape).",
+            "For one that all samples share, (entries, dim), write weight.expand(B, -1, -1).",
         )
     if rows != weight.shape[0]:
         raise complaint(

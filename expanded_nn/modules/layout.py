@@ -213,6 +213,8 @@ def _other_rows(layer: Reader, x: Tensor, dim: int, argument: str, first_feature
             f"B = {batch} comes from per_sample(batch_size={told}): if there are {rows} samples, say so there, or "
             f"leave it to the first tensor of each call, batch_size=None. {guess}"
         )
+    if is_shared_by_all(x):
+        guess = f"All samples share it: call the layer with {argument}.unsqueeze({dim}), one row. {guess}"
     folding = _name_of_folding(layer) if is_folded else None
     remedy = (
         "Keep the batch in a dimension of its own (unflatten it); or send the module that folds it through the general "

@@ -164,7 +164,7 @@ def refuse_other_shapes(function: str, x: Tensor, shape: Sequence[int], **parame
                 f"functional.{function}",
                 f"{name} has shape {tuple(parameter.shape)}",
                 f"one for each sample, {wanted}",
-                f"For one that all samples share write {name}.expand(B, *{name}.shape).",
+                f"One that all samples share has the shape {tuple(shape)}.",
             )
 
 

@@ -38,6 +38,12 @@ class Learned(NamedTuple):
     loops: bool = False
 
 
+OF_UNEQUAL_PARTS = (
+    "Where samples have unequal numbers of rows, as of images, say per_sample(batch_size=1), call the model with each "
+    "alone, and backward() after each: their rows append."
+)
+
+
 class Escalation:
     """The forwards of one model, which start over where a layer refuses an argument.
 
@@ -220,11 +226,8 @@ class _Attempts:
             add_note(self.of_results, f"on the whole batch a layer had refused its rows: {self.refused}")
             return self.of_results
         self.escalation.in_vain = f"sample by sample it is not possible either: {error}"
-        add_note(
-            self.refused,
-            f"{self.escalation.in_vain} Where samples have unequal numbers of rows, as of images, say "
-            "per_sample(batch_size=1), call the model with each alone, and backward() after each: their rows append.",
-        )
+        more = "" if OF_UNEQUAL_PARTS in self.escalation.in_vain else f" {OF_UNEQUAL_PARTS}"
+        add_note(self.refused, f"{self.escalation.in_vain}{more}")
         return self.refused
 
     def _is_of_user(self, error: Any, by: Any) -> bool:

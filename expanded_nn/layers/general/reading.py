@@ -8,10 +8,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves
 
 from expanded_nn._errors import PerSampleError
-from expanded_nn.common.batch import FOLDED, Dims, is_like_a_state, is_shared_by_all, may_have_derivatives, readings
+from expanded_nn.common.batch import (
+    FOLDED,
+    Dims,
+    is_like_a_state,
+    is_shared_by_all,
+    may_have_derivatives,
+    readings,
+    tensors,
+)
 from expanded_nn.common.modes import unseen
 from expanded_nn.common.traced import is_traced, wait_for_values
 from expanded_nn.core import cost
@@ -169,6 +178,15 @@ def _refuse_no_samples(module: Any, call: Called) -> None:
         if folded is not None:
             raise all_in_one_row(module, folded, "an argument")
     _refuse_mean_of_samples(module, call)
+    first = next(tensors((call.args, call.kwargs)), None)
+    if isinstance(first, PackedSequence):
+        raise refusal(
+            module,
+            "it has parameters of its own and is called with a PackedSequence, in which samples have no rows",
+            "a tensor with a row for each sample",
+            "Hold the parameters in a small module of their own, so that this one's layers take the sequences; or pack "
+            "within the forward.",
+        )
     first = next((x for x in call.inputs if not is_shared_by_all(x)), None)
     if first is not None and may_have_derivatives(first):
         dim = next(dim for leaf, dim in zip(call.leaves, call.dims, strict=True) if leaf is first)

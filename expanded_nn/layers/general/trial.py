@@ -34,7 +34,8 @@ from expanded_nn.layers.general.left import Place
 from expanded_nn.layers.general.mapped import MEAN, NOWHERE, OF_PARAMETERS, SUM, Mapped, Mapper, moved, tensors_of
 from expanded_nn.layers.general.plain import Plain, is_float
 from expanded_nn.layers.general.told import Compared, Way
-from expanded_nn.modules.layout import hint_of_layout, refusal
+from expanded_nn.layers.general.trial_errors import of_mixing, of_reduced
+from expanded_nn.modules.layout import refusal
 from expanded_nn.recording.doubt import Pair
 from expanded_nn.recording.lift import swapped
 
@@ -168,35 +169,14 @@ class Trial:
             # where the plain forward gives another result each time, a difference tells nothing
             if dims is None or mapped.is_filled_up or is_certain or self._mixes(dims, repeats=repeats):
                 self.module._told.distrust(self.mapper.call)
-                reduces = dims is None and [MEAN, SUM] in mapped.possible_dims
-                error = self._refusal_of_reduced() if reduces else self._refusal(what)
                 arguments = zip(self.mapper.call.leaves, self.mapper.call.dims, strict=True)
-                if not any(isinstance(x, Tensor) for x, dim in arguments if dim in (None, FOLDED)):
+                others = [x for x, dim in arguments if isinstance(x, Tensor) and dim in (None, FOLDED)]
+                reduces = dims is None and [MEAN, SUM] in mapped.possible_dims
+                error = of_reduced(self.module) if reduces else of_mixing(self.module, what, others, self.batch)
+                if not others:
                     error.about = "results"  # else the samples may have unequal parts of an argument
                 raise error
         return Compared(False, dims, tuple(map(memory_order, expected)))
-
-    def _refusal(self, what: str) -> PerSampleError:
-        return complaint(
-            self.module.qualified_name,
-            what,
-            "samples that do not depend on each other, and arguments whose rows are the samples",
-            f"{hint_of_layout(self.module)}Do what mixes samples (a mean over the batch, a similarity of all pairs) "
-            "outside of the module. Call the model with shared_by_all(x) for an argument that all samples share; make "
-            "a table a buffer. Draw random numbers by torch. A loss of several samples has no per-sample gradients.",
-            refused_by=self.module,  # around it, B rows by chance may be a dimension that all share
-        )
-
-    def _refusal_of_reduced(self) -> PerSampleError:
-        return refusal(
-            self.module,
-            "its forward returns a number that is neither the mean nor the sum of what it returns for single samples, "
-            "or may be both",
-            "a loss that is one of the two",
-            "For squeeze() write squeeze(-1). Return tensors with a batch dimension, and reduce outside of the module; "
-            "over the words of each sample first, where samples have different numbers of them. A loss that samples "
-            "have only together, such as one that balances experts, is no sample's own: compute it for each, or not.",
-        )
 
     def _refuse_shared_numbers(self, mapped: Mapped, dims: tuple[int, ...]) -> None:
         """Raises if a number that is returned is of parameters alone: each sample may use it in another way.
@@ -259,8 +239,8 @@ class Trial:
         except (PerSampleError, torch.OutOfMemoryError):
             raise
         except (RuntimeError, ValueError, IndexError, TypeError, AssertionError) as error:
-            raise self._refusal(
-                f"on the whole batch its forward runs, and it fails sample by sample ({error})"
+            raise of_mixing(
+                self.module, f"on the whole batch its forward runs, and it fails sample by sample ({error})"
             ) from error
 
     def told(self, mapped: Mapped | None = None) -> Compared:
