@@ -94,6 +94,7 @@ class Run:
         self.failed = False  # whether a rule was lacking, even if the forward has caught the error
         self.numel = 0  # of the largest tensor so far
         self.made: list[weakref.ref[Tensor]] = []  # the tensors that must not outlive the forward
+        self.lent: list[weakref.ref[Tensor]] = []  # those of them that were plain ones before
         self.hooks = checkpoint_hooks()
 
     def __enter__(self) -> None:
@@ -104,6 +105,17 @@ class Run:
     def __exit__(self, *error: Any) -> None:
         _RUNNING.runs.pop()
         self.mode.__exit__(*error)
+        for lent in self.lent:
+            x: Any = lent()
+            if x is not None:
+                vars(x).clear()
+                x.__class__ = Tensor
+
+    def lend(self, x: Tensor) -> None:
+        """Makes a plain tensor a `Batched` one until the forward ends, as parameters were written into it."""
+        x.__class__ = Batched
+        self.lent.append(weakref.ref(x))
+        self.made.append(weakref.ref(x))
 
     def _looks_at(self) -> AbstractContextManager[Any]:
         """What looks at operations; where the graph tells whose the rows are, at writes alone, if there are any."""
@@ -256,6 +268,11 @@ class Batched(Tensor):
         made.run, made.rank, made.is_computed = run, one.dim() - 1, isinstance(value, Derived)
         made.__dict__["source" if made.is_computed else "value"] = value
         return made
+
+    def become(self, other: Batched) -> None:
+        """Takes the value of another one, as after a write in place."""
+        vars(self).clear()
+        vars(self).update(vars(other))
 
     @cached_property
     def value(self) -> Tensor:  # (B, *shape)

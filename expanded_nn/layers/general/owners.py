@@ -9,17 +9,20 @@ graph say where writes into a part of a tensor go, so these are looked at.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from expanded_nn.common.batch import FOLDED, may_have_derivatives
+from expanded_nn.common.batch import FOLDED, data_in, may_have_derivatives
+from expanded_nn.common.functions import functions
 from expanded_nn.common.modes import FunctionMode, unseen
 from expanded_nn.layers.general.mapped import tensors_of
 from expanded_nn.layers.general.operations import Known
 from expanded_nn.layers.general.samples import NOBODY, Memo, Samples, Unknown, constant, together
+from expanded_nn.recording.graph import operation_of
 
 
 class _Begin(torch.autograd.Function):
@@ -195,19 +198,39 @@ class Writes(FunctionMode):
         self.owners = owners
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in _WRITES or kwargs or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return func(*args, **(kwargs or {}))
         with unseen():
-            written = self._written(*args)
-        result = func(*args)
+            for x in data_in(args):
+                self._note_view(x)
+            written = None if kwargs else self._written(func, *args)
+        result = func(*args, **(kwargs or {}))
         if written is not None:
             self.owners.note(*written)
         return result
 
-    def _written(self, x: Any, *args: Any) -> tuple[Tensor, Samples] | None:
+    def _note_view(self, x: Tensor) -> None:
+        """Notes the samples of a view of what was written to: its graph knows the memory alone."""
+        base, node = x._base, x.grad_fn
+        if (
+            base is None
+            or node is None
+            or operation_of(node) != "AsStrided"
+            or (node, x.output_nr) in self.owners.known
+        ):
+            return
+        if _has_a_part_of_each_row(x, base):
+            with suppress(Unknown):
+                self.owners.note(x, _of_each_row(self.owners.of(base), x.dim()))
+
+    def _written(self, func: Any, *args: Any) -> tuple[Tensor, Samples] | None:
         """The tensor that a write changes, and the samples of its rows after it; `None` where they are not known."""
-        key, value = args if len(args) == 2 else (None, args[0])
-        if type(x) is not Tensor or type(value) not in (Tensor, int, float) or not takes_view(key):
+        if func not in _WRITES and func not in _CHANGES:
+            return None
+        x, *_, value = args if len(args) > 1 else (*args, 0)
+        key = args[1] if len(args) == 3 and func not in _CHANGES else None
+        is_number = isinstance(value, int | float)  # a numpy float is a float
+        if type(x) is not Tensor or not (type(value) is Tensor or is_number) or not takes_view(key):
             return None
         part = x if key is None else x[key]
         base = part._base
@@ -217,10 +240,17 @@ class Writes(FunctionMode):
         if put is not None:
             if value.dim() != part.dim() or value.shape[0] != part.shape[0]:
                 return None
-            put = constant(put, range(1, put.dim())).reshape(-1, *[1] * (base.dim() - 1))
-            if put.numel() == 1 and self.owners.batch > 1:  # what else is in the only row may be of others
+            put = _of_each_row(put, base.dim())
+            if put is not None and put.numel() == 1 and self.owners.batch > 1:  # what else is there may be of others
                 return None
         return base, self.owners.memo.same(together([before, put], base.dim(), self.owners.memo))
+
+
+def _of_each_row(samples: Samples, dims: int) -> Samples:
+    """The samples of rows, with so many dimensions."""
+    if samples is None:
+        return None
+    return constant(samples, range(1, samples.dim())).reshape(-1, *[1] * (dims - 1))
 
 
 def takes_view(key: Any) -> bool:
@@ -244,3 +274,9 @@ def _length_of_row(x: Tensor) -> int:
 
 
 _WRITES = {Tensor.__setitem__, Tensor.copy_}
+_CHANGES = set(  # number by number, with one other operand at most
+    functions(
+        *("add_", "sub_", "mul_", "div_", "__iadd__", "__isub__", "__imul__", "__itruediv__", "neg_", "abs_", "exp_"),
+        *("sqrt_", "square_", "sigmoid_", "tanh_", "relu_"),
+    )
+)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from expanded_nn.common.functions import attributes, functions, is_in_place
+from expanded_nn.common.modes import unseen
 from expanded_nn.common.shared import cast_shared, with_dims
 from expanded_nn.core import cost
 from expanded_nn.layers import conv, norm
@@ -216,16 +217,40 @@ def _index(func: Any, args: Any, kwargs: Any) -> Batched:
 
 
 def _write(func: Any, args: Any, kwargs: Any) -> Any:
-    """A parameter written where a mask says: `x[mask] = weight`."""
+    """A parameter written where a mask says, `x[mask] = weight`, or into what no sample went into."""
     x, mask, own = args
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or is_own(x) or not is_own(own):
-        return by_vmap(func, args, kwargs)
+    is_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool and not is_own(x) and is_own(own)
+    if not is_mask or not (x.requires_grad or own.run.has_rows(x, 1) or own.run.has_rows(mask, 1)):
+        return _written_for_each(func, *args)
     while own.rank > x.dim() - mask.dim() and own.value.shape[1] == 1:  # as torch leaves such dimensions out
         own = own.squeeze(0)
     refuse_unless(mask.shape == x.shape[: mask.dim()] and own.rank <= x.dim() - mask.dim())
     written = _elementwise(torch.where, (mask.reshape(*mask.shape, *[1] * (x.dim() - mask.dim())), own, x), {})
     refuse_unless(not is_own(written))
     return x.copy_(written)
+
+
+def _written_for_each(func: Any, x: Tensor, key: Any, value: Any) -> None:
+    """Entries of a matrix, as of a triangular one: it becomes what is computed from parameters."""
+    run, keys = run_of((x, value)), key if isinstance(key, tuple) else (key,)
+    plain = [part for part in (x, *keys, value) if isinstance(part, Tensor) and not is_own(part)]
+    are_for_all = (not part.requires_grad and (run.are_shared(part) or run.is_for_all(part)) for part in plain)
+    refuse_unless(torch.is_grad_enabled() and not any(map(is_own, keys)) and all(are_for_all))
+    refuse_unless(is_own(x) or (x._base is None and run.batch * x.numel() <= cost.LOOKED_UP_FOR_EACH))
+    before, number = None if is_own(x) else x.detach().clone(), None if is_own(value) else value
+
+    def written(*values: Tensor) -> Tensor:
+        left, place = iter(values), (slice(None), *keys)
+        whole = (next(left) if before is None else before.expand(values[0].shape[0], *before.shape)).clone()
+        whole[place] = with_dims(next(left), whole[place].dim() - 1) if number is None else number
+        return whole
+
+    result = run.derived(func, written, *filter(is_own, (x, value)))
+    if before is not None:
+        with torch.no_grad(), unseen():  # what else sees its memory sees the numbers
+            x.copy_(result.value[0] if run.batch else before)
+        run.lend(x)
+    x.become(result)  # type: ignore[attr-defined]
 
 
 def _is_number(key: Any) -> bool:
@@ -372,7 +397,9 @@ _PERMUTE = set(functions("permute"))
 _HAVE_DEFAULT = {*_REDUCTIONS, *functions("split", "chunk", "unbind", "flatten")}
 
 TABLE: dict[Any, Rule] = {
-    **dict.fromkeys(attributes("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_nested"), as_it_looks),
+    **dict.fromkeys(
+        attributes("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_nested", "_base"), as_it_looks
+    ),
     **dict.fromkeys(functions("dim", "size", "numel", "nelement", "is_floating_point", "is_complex"), as_it_looks),
     Tensor.__len__: as_it_looks,
     Tensor.requires_grad.__get__: _requires_grad,  # type: ignore[attr-defined]
