@@ -1002,6 +1002,12 @@ KNOWN: dict[str, Callable[[Tensor], Any]] = {  # of x (B, 4, 6)
         folded(x)[None, None], *[torch.rand(1, 1, 9, 6).double()] * 2
     ),
     "columns": lambda x: F.unfold(x[:, None], 2),
+    "pads of its own numbers": lambda x: F.pad(F.pad(folded(x)[:, None], (2, 1), "reflect"), (0, 1), "replicate"),
+    "pads of images": lambda x: F.pad(x[:, None], (1, 1, 2, 0), "reflect"),
+    "spectrograms": lambda x: torch.stft(folded(x), 4, 2, return_complex=True, window=torch.ones(4).double()).abs(),
+    "by strides": lambda x: x.clone().as_strided((B, 3, 2), (24, 5, 1), 1),
+    "from columns": lambda x: F.fold(F.unfold(x[:, None], 2), (4, 6), 2),
+    "from columns of one image": lambda x: F.fold(F.unfold(x[:, None], 2)[1], (4, 6), 2),
     "equations": lambda x: torch.linalg.solve_triangular(x[..., :4], x, upper=False, unitriangular=True),
     "writes": lambda x: written(torch.zeros(12, 2, 6).double(), folded(x)),
     "writes to rows of columns": lambda x: written(
@@ -1031,6 +1037,10 @@ MIXED: dict[str, Callable[[Tensor], Any]] = {
     ),
     "writes to the only row": lambda x: written_at(lambda out: out[:, :6], x[1, :1], rows=1),
     "columns over samples": lambda x: F.unfold(folded(x)[None, None], 2),
+    "pads over samples": lambda x: F.pad(x.permute(1, 2, 0), (1, 1), "reflect"),
+    "by strides over samples": lambda x: x.clone().as_strided((2, 30), (30, 1)),
+    "by strides of other rows": lambda x: x.clone().as_strided((B, 5), (12, 1)),
+    "from columns over samples": lambda x: F.fold(x.permute(1, 2, 0), (1, B), 1),
     "equations of several": lambda x: torch.linalg.solve_triangular(folded(x)[:6], folded(x)[:6], upper=False),
     "writes to a row": lambda x: written_at(lambda out: out[0], folded(x)[:, 0]),
     "writes to a row of a turned tensor": lambda x: written_at(lambda out: out.t()[:, 3], folded(x)[:, 0]),
@@ -1144,6 +1154,39 @@ class Casts(nn.Module):
         rows = self.layer(x.flatten(0, 1))
         self.gate = self.gate.to(torch.float32)
         return (rows * self.gate(rows.float()).to(x.dtype).sigmoid()).view(x.shape)
+
+
+class Moves(nn.Module):
+    """Moves a parameter to the device and the dtype that it has, as some losses of classes do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(D, 6))
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, T, D)
+        self.weight.data = self.weight.data.to(device=x.device, dtype=x.dtype)
+        return (x / self.weight.data.norm()) @ F.normalize(self.weight, dim=0)
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_a_parameter_that_is_moved_to_where_it_is(within: bool) -> None:
+    parts = [nn.Linear(D, D).double(), Moves().double()] if within else [Moves().double()]
+    module = built(nn.Sequential(*parts) if within else parts[0], around=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = assert_right(module, *calls())
+    assert all(ways.known for ways in (model[1] if within else model)._told.ways.values())
+
+
+def test_a_parameter_that_is_set_to_other_numbers_is_refused() -> None:
+    class Sets(Moves):
+        def forward(self, x: Tensor) -> Tensor:
+            self.weight.data = self.weight.data * 0.5
+            return x @ self.weight
+
+    model = enn.convert(built(Sets(), around=False)).per_sample()
+    with pytest.raises(enn.PerSampleError, match="in place"):
+        calls()[0].on(model)
 
 
 def test_a_forward_that_casts_a_layer() -> None:

@@ -353,6 +353,7 @@ WHOLE: dict[str, Case] = {
         ),
         X,
     ),
+    "einsum with dimensions for none": (own(lambda m, x: torch.einsum("...btd,...de->...bte", x, m.w), (D, D)), X),
     "einsum of two tensors": (own(lambda m, x: torch.einsum("btd,d,bsd->bts", x, m.w, x.sin()), (D,)), X),
     "bilinear": (own(lambda m, x: torch.einsum("btd,kde,be->btk", x, m.w, x.sum(1)), (2, D, D)), X),
     "by vmap": (own(lambda m, x: torch.tensordot(x, m.w, 1), (D, D)), X),

@@ -259,6 +259,7 @@ class Batched(Tensor):
     run: Run  # the forward that it belongs to
     rank: int  # the number of dimensions of `shape`
     is_computed: bool  # whether it is computed once for all samples, from its `source`
+    data_of: Batched | None = None  # what it is the `.data` of
     _parts: tuple[Tensor, ...] | None = None
 
     @staticmethod

@@ -78,7 +78,7 @@ def joined_to_rows(func: Any, joined: Sequence[Any], dim: int, run: Run) -> Tens
 
 def einsum(func: Any, args: Any, kwargs: Any) -> Tensor:
     """`torch.einsum` with parameters: the samples' index comes in front of the indices of each parameter."""
-    names, operands = known(einsum_names(*args)), args[1:]
+    names, operands = known(einsum_names(_spelled_out(*args), *args[1:])), args[1:]
     plain = [place for place, operand in enumerate(operands) if not is_own(operand)]
     refuse_unless(not kwargs and all(map(str.isalpha, "".join(names))))
     run, after = run_of(operands), names[-1]
@@ -101,6 +101,15 @@ def einsum(func: Any, args: Any, kwargs: Any) -> Tensor:
     if arrangement is not None and run.owners is not None:
         run.owners.note(y, arrangement.owner.view([-1 if letter == name else 1 for letter in after]))
     return y
+
+
+def _spelled_out(equation: Any, *operands: Any) -> Any:
+    """The equation without an ellipsis that stands for no dimension, as in `"...bnd,de->...bne"` of `(B, n, d)`."""
+    if not isinstance(equation, str) or "..." not in equation:
+        return equation
+    without = equation.replace("...", "").replace(" ", "")
+    ranks = [operand.rank if is_own(operand) else operand.dim() for operand in operands]
+    return without if [*map(len, without.partition("->")[0].split(","))] == ranks else equation
 
 
 def product_by_expert(func: Any, x: Tensor, own: Batched, owners: Owners) -> Tensor:
@@ -135,9 +144,17 @@ def _grouped_product(func: Any, args: Any, kwargs: Any) -> Tensor:
     return y
 
 
+def _data(func: Any, args: Any, kwargs: Any) -> Batched:
+    """The value without its history."""
+    own = own_of(args[0])
+    data = own.run.derived(func, Tensor.detach, own, begins=False)
+    data.data_of = own
+    return data
+
+
 def _set_data(func: Any, args: Any, kwargs: Any) -> None:
     """To itself, as where a module is moved to the dtype that it has."""
-    refuse_unless(args[0] is args[1])
+    refuse_unless(args[0] is args[1] or (is_own(args[1]) and args[1].data_of is args[0]))
 
 
 def _no_grad(func: Any, args: Any, kwargs: Any) -> None:
@@ -147,6 +164,7 @@ def _no_grad(func: Any, args: Any, kwargs: Any) -> None:
 # what only such forwards do, beside the table of `whole.py`
 FOLDED_RULES: dict[Any, Rule] = {
     torch._has_compatible_shallow_copy_type: as_it_looks,
+    Tensor.data.__get__: _data,  # type: ignore[attr-defined]
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
     Tensor.grad.__get__: _no_grad,  # type: ignore[union-attr]
     **dict.fromkeys(functions("grouped_mm", "_grouped_mm"), _grouped_product),

@@ -72,6 +72,8 @@ class OneSample(FunctionMode):
             return self._requires_grad(func, *args, **kwargs)
         if func in _DERIVATIVES:
             return self._derivatives(func, args, kwargs)
+        if func in _DATA and is_of_one_sample(args[0]):
+            return self._data(func, *args)
         if func is Tensor.register_hook:
             self._refuse_hook(args[0])
         if func is F.linear:
@@ -107,6 +109,14 @@ class OneSample(FunctionMode):
             if of_one_sample is not None and not self._becomes_its_own(args[0], of_one_sample):
                 self._refuse_change(args[0])
         return func(*args, **kwargs)
+
+    def _data(self, func: Any, x: Tensor, other: Tensor | None = None) -> Any:
+        """`x.data`, which may be set to itself, as where a module is moved to the device where it is."""
+        if other is None:
+            data = x.detach()
+            vars(data)["_data_of"] = x
+            return data
+        return func(x, other) if vars(other).get("_data_of") is not x else None
 
     def _becomes_its_own(self, tensor: Tensor, of_one_sample: Tensor) -> bool:
         """Gives each sample a copy of a tensor that the forward has made; whether it can, as nothing else uses that."""
@@ -270,6 +280,7 @@ _ASKS = set(attributes("requires_grad"))
 _REQUIRES = {*_ASKS, Tensor.requires_grad_, Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
 _ATTENTIONS = {F.scaled_dot_product_attention, F.multi_head_attention_forward}
 _CORRECTED = {Tensor.register_hook, Tensor.view, F.batch_norm, F.embedding, F.embedding_bag, F.linear}
+_DATA = {Tensor.data.__get__, Tensor.data.__set__}  # type: ignore[attr-defined]
 _STRIDED = [*functions("as_strided", "as_strided_copy"), torch.ops.aten.as_strided, torch.ops.aten.as_strided.default]
 _KEEP_DTYPE = functions("layer_norm", "group_norm")  # of whose parts the batching rules promote
 # what autocast computes in its dtype, in float32, in float32 on a CPU alone, or as it is; it sees the rest under `vmap`
@@ -279,7 +290,7 @@ _LOSSES = {*functions("cross_entropy", "nll_loss", "l1_loss", "binary_cross_entr
 _LOSSES.update(functions("hinge_embedding_loss", "cosine_embedding_loss"))
 _IN_HIGHER = {*filter(callable, vars(torch.fft).values()), *functions("cdist")}
 _OF_AUTOCAST = _IN_LOWER | _LOSSES | _IN_HIGHER | {*functions("mv", "dot")}
-_CORRECTED |= {*WITHOUT_RULE, *_ATTENTIONS, *_DERIVATIVES, *_REQUIRES, *_STRIDED, *_KEEP_DTYPE, *_OF_AUTOCAST}
+_CORRECTED |= {*WITHOUT_RULE, *_DATA, *_ATTENTIONS, *_DERIVATIVES, *_REQUIRES, *_STRIDED, *_KEEP_DTYPE, *_OF_AUTOCAST}
 
 
 def _embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any) -> Tensor:

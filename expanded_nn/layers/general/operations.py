@@ -6,6 +6,7 @@ The table at the end names the operations that have a rule, by their nodes in th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any, cast
 
 import torch
@@ -340,6 +341,27 @@ def _columns(op: Operation, samples: Tensor) -> Tensor:
     return op.memo.of(Tensor.squeeze, op.constant(samples, range(1, 4)), 3)
 
 
+def _from_columns(op: Operation, samples: Tensor) -> Tensor:
+    """Images made of such windows; of a single one, whose windows have no first dimension, all are of one sample."""
+    first = samples.dim() - 2
+    return op.memo.of(Tensor.unsqueeze, op.constant(samples, range(first, samples.dim())), -1)
+
+
+def _padded_by_itself(op: Operation, samples: Tensor) -> Tensor:
+    """Numbers repeated behind the ends of the last dimensions, along which all are of one sample."""
+    return op.constant(samples, range(samples.dim() - len(op.saved("padding")) // 2, samples.dim()))
+
+
+def _strided(op: Operation, samples: Tensor) -> Tensor:
+    """A view by strides, as the windows of a spectrogram: row i of it lies in row i of what has no gaps in memory."""
+    before, size, stride = op.shape_of(0), op.saved("size"), op.saved("stride")
+    length = prod(before[1:])
+    extent = 1 + sum((count - 1) * step for count, step in zip(size[1:], stride[1:], strict=True))
+    if not before or not size or size[0] != before[0] or extent > length or (size[0] > 1 and stride[0] != length):
+        raise Unknown
+    return op.memo.of(Tensor.reshape, op.constant(samples, range(1, len(before))), (-1, *[1] * (len(size) - 1)))
+
+
 def _resized(op: Operation, samples: Tensor) -> Tensor:
     """Images `(N, C, ...)`: each is of one sample everywhere."""
     return op.constant(samples, range(2, samples.dim()))
@@ -397,6 +419,12 @@ NODE_RULES: dict[str, Rule] = {
     ),
     "NativeLayerNorm": _of_first(_normalized),
     "Im2Col": _of_first(_columns),
+    "Col2Im": _of_first(_from_columns),
+    "AsStrided": _of_first(_strided),
+    **dict.fromkeys(
+        [f"{kind}Pad{dims}D" for kind in ("Reflection", "Replication") for dims in (1, 2, 3)],
+        _of_first(_padded_by_itself),
+    ),
     "LinalgSolveTriangular": _solved,
 }
 

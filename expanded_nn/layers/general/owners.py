@@ -9,20 +9,18 @@ graph say where writes into a part of a tensor go, so these are looked at.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from expanded_nn.common.batch import FOLDED, data_in, may_have_derivatives
+from expanded_nn.common.batch import FOLDED, may_have_derivatives
 from expanded_nn.common.functions import functions
 from expanded_nn.common.modes import FunctionMode, unseen
 from expanded_nn.layers.general.mapped import tensors_of
 from expanded_nn.layers.general.operations import Known
 from expanded_nn.layers.general.samples import NOBODY, Memo, Samples, Unknown, constant, together
-from expanded_nn.recording.graph import operation_of
 
 
 class _Begin(torch.autograd.Function):
@@ -201,27 +199,11 @@ class Writes(FunctionMode):
         if not torch.is_grad_enabled():
             return func(*args, **(kwargs or {}))
         with unseen():
-            for x in data_in(args):
-                self._note_view(x)
             written = None if kwargs else self._written(func, *args)
         result = func(*args, **(kwargs or {}))
         if written is not None:
             self.owners.note(*written)
         return result
-
-    def _note_view(self, x: Tensor) -> None:
-        """Notes the samples of a view of what was written to: its graph knows the memory alone."""
-        base, node = x._base, x.grad_fn
-        if (
-            base is None
-            or node is None
-            or operation_of(node) != "AsStrided"
-            or (node, x.output_nr) in self.owners.known
-        ):
-            return
-        if _has_a_part_of_each_row(x, base):
-            with suppress(Unknown):
-                self.owners.note(x, _of_each_row(self.owners.of(base), x.dim()))
 
     def _written(self, func: Any, *args: Any) -> tuple[Tensor, Samples] | None:
         """The tensor that a write changes, and the samples of its rows after it; `None` where they are not known."""
