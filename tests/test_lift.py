@@ -397,6 +397,28 @@ def test_forward_that_bounds_a_parameter() -> None:
         assert_right(Own(forward, layer=nn.Linear(D, D)), features(T, D)(B))
 
 
+@pytest.mark.parametrize("bounds", [lambda data: data.clamp_(-0.3, 0.3), lambda data: data.view(-1)[:1].fill_(0.2)])
+def test_a_parameter_of_its_own_that_a_forward_bounds_in_each_step(bounds: Callable[[Tensor], Tensor]) -> None:
+    def forward(module: Any, x: Tensor) -> Any:
+        bounds(module.scale.data)
+        return module.layer(x) * module.scale
+
+    plain = Own(forward, layer=nn.Linear(D, D))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = enn.convert(plain).per_sample()
+        for seed in range(3):
+            for module in (plain, model):
+                module.zero_grad()
+                module(values(B, T, D, seed=seed)).square().sum((1, 2)).mean().backward()
+            for own, expected in zip(model.parameters(), plain.parameters(), strict=True):
+                assert_close(own.grad, expected.grad)
+                assert_close(own, expected.detach())
+                with torch.no_grad():
+                    for parameter in (own, expected):
+                        parameter.add_(0.4 * (seed + 1))
+
+
 def test_lifted_layers_keep_their_factors() -> None:
     """The rows of a layer that has left the `vmap` are held as factors; those of the others are dense."""
     module = Own(lambda m, x: m.scale * fold(m.layer, x), layer=nn.Linear(32, 48))

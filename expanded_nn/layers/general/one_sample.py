@@ -51,6 +51,7 @@ class OneSample(FunctionMode):
         super().__init__()
         self.module, self.own, self.hooks = module, own, checkpoint_hooks()
         self.made: dict[int, Tensor] = {}  # such tensors by their ids
+        self.read: set[int] = set()  # where those are in memory whose `.data` was read
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         hooks = checkpoint_hooks()
@@ -104,6 +105,8 @@ class OneSample(FunctionMode):
                 return func(*args, **kwargs)
         if func in _OF_AUTOCAST:
             return _as_under_autocast(func, args, kwargs)
+        if self.read and is_in_place(func) and is_of_one_sample(args[0]) and _memory_of(args[0]) in self.read:
+            raise RuntimeError("changing `.data` in place under vmap is not allowed")  # as torch says of a look at it
         if is_in_place(func) and not is_of_one_sample(args[0]):
             of_one_sample = next(filter(is_of_one_sample, tree_leaves(args)), None)
             if of_one_sample is not None and not self._becomes_its_own(args[0], of_one_sample):
@@ -113,6 +116,7 @@ class OneSample(FunctionMode):
     def _data(self, func: Any, x: Tensor, other: Tensor | None = None) -> Any:
         """`x.data`, which may be set to itself, as where a module is moved to the device where it is."""
         if other is None:
+            self.read.add(_memory_of(x))
             data = x.detach()
             vars(data)["_data_of"] = x
             return data
@@ -236,6 +240,11 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     own_bias = [] if bias is None or not is_expanded(bias) else [bias]
     y: Tensor = OfAllSamples.apply(_linear_of_all, input, weight, *own_bias)  # type: ignore[no-untyped-call]
     return y if bias is None or own_bias else y + bias
+
+
+def _memory_of(x: Tensor) -> int:
+    with outside_of_vmap():
+        return of_all(x).untyped_storage().data_ptr()
 
 
 def _view(x: Tensor, *shape: Any, **named: Any) -> Tensor:

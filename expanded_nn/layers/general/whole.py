@@ -236,7 +236,10 @@ def _written_for_each(func: Any, x: Tensor, key: Any, value: Any) -> None:
     plain = [part for part in (x, *keys, value) if isinstance(part, Tensor) and not is_own(part)]
     are_for_all = (not part.requires_grad and (run.are_shared(part) or run.is_for_all(part)) for part in plain)
     refuse_unless(torch.is_grad_enabled() and not any(map(is_own, keys)) and all(are_for_all))
-    refuse_unless(is_own(x) or (x._base is None and run.batch * x.numel() <= cost.LOOKED_UP_FOR_EACH))
+    if is_own(x):  # not a part of something else, which would change as well
+        refuse_unless(not (x.source.shared if x.is_computed else x.value)._is_view())  # type: ignore[attr-defined]
+    else:
+        refuse_unless(x._base is None and run.batch * x.numel() <= cost.LOOKED_UP_FOR_EACH)
     before, number = None if is_own(x) else x.detach().clone(), None if is_own(value) else value
 
     def written(*values: Tensor) -> Tensor:
