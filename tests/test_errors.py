@@ -1266,6 +1266,17 @@ def a_branch_on_a_value() -> None:
     own(lambda self, x: x * self.scale if x.sum() > 0 else x)
 
 
+@refused(
+    r"0\.layer \(Own\): .*vmap cannot follow \(changing `\.data` in place under vmap is not allowed\).*first forward"
+)
+def a_forward_that_bounds_a_parameter() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        self.scale.data.clamp_(-1, 1)
+        return x * self.scale  # type: ignore[no-any-return]
+
+    own(forward)
+
+
 def in_a_loop(forward: Callable[..., Any], samples: int = SAMPLES) -> None:
     """A forward after one that `vmap` cannot follow, so that the samples go one after the other."""
     model = enn.convert(Own(lambda self, x: x * self.scale if x.sum() < 1e9 else x)).per_sample(batch_size=SAMPLES)
