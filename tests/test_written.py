@@ -226,6 +226,34 @@ def test_a_matrix_that_the_module_keeps_is_no_other_one_afterwards() -> None:
     assert model.kept is None or type(model.kept) is Tensor
 
 
+class IntoFrozen(nn.Module):
+    """It writes into a frozen parameter, and into a tensor with an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries, self.frozen = nn.Parameter(values(D)), nn.Parameter(torch.zeros(D, D).double(), False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.frozen[0] = self.entries
+        marked = torch.zeros(D, D, dtype=torch.float64)
+        marked.mark = "kept"
+        marked[1] = self.entries
+        assert marked.mark == "kept"
+        return x @ marked
+
+
+def test_what_else_is_written_into_stays_what_it_is() -> None:
+    model = enn.convert(IntoFrozen()).per_sample()
+    for call in calls():
+        try:
+            call.on(model)
+        except enn.PerSampleError:
+            continue
+    assert type(model.frozen) is nn.Parameter
+    assert list(model.state_dict()) == ["entries", "frozen"]
+
+
 class OfArgument(nn.Module):
     """It writes into an argument that all samples share."""
 

@@ -102,8 +102,8 @@ def _rounded(x: Any, eps: float, generator: torch.Generator) -> Any:
     """A tensor of floating-point numbers with other last digits; anything else as it is."""
     if not is_comparable(x):
         return x
-    x = x.detach()
+    x, dtype = x.detach(), torch.float64 if x.dtype.to_real() == torch.float64 else torch.float32
     with unseen():  # a check around it counts what is drawn
-        drawn = 2 * torch.rand(x.shape, generator=generator, device="cpu", dtype=torch.float64) - 1
+        drawn = 2 * torch.rand(x.shape, generator=generator, device="cpu", dtype=dtype) - 1
     other = x * (1 + 2 * eps * drawn).to(x.device, x.dtype)
     return other if x.is_complex() else torch.where(x == x.round(), x, other)

@@ -239,7 +239,8 @@ def _written_for_each(func: Any, x: Tensor, key: Any, value: Any) -> None:
     if is_own(x):  # not a part of something else, which would change as well
         refuse_unless(not (x.source.shared if x.is_computed else x.value)._is_view())  # type: ignore[attr-defined]
     else:
-        refuse_unless(x._base is None and run.batch * x.numel() <= cost.LOOKED_UP_FOR_EACH)
+        refuse_unless(type(x) is Tensor and not vars(x) and x._base is None)
+        refuse_unless(run.batch * x.numel() <= cost.LOOKED_UP_FOR_EACH)
     before, number = None if is_own(x) else x.detach().clone(), None if is_own(value) else value
 
     def written(*values: Tensor) -> Tensor:
