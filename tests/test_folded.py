@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
 import expanded_nn as enn
@@ -786,6 +787,25 @@ def test_numbers_of_sequences(sequences: int) -> None:
 def test_recurrent_layers_over_some_sequences(layer: Callable[[], nn.RNNBase], first: str) -> None:
     module = built(SomeSequences(layer(), first), around=False)
     assert runs_whole(assert_right(module, *of_sequences(5)))
+
+
+class Packed(Sequences):
+    """The graph does not tell whose packed steps are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = torch.tensor([2, T, 3, 1, 4, T]).repeat(x.shape[0])[: x.shape[0] * x.shape[1]]
+        packed = pack_padded_sequence(x.flatten(0, 1), lengths, batch_first=True, enforce_sorted=False)
+        return self.layer(packed)[1][0][-1].unflatten(0, x.shape[:2])  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [(Sequences, r"Here it can, as comparisons have found\."), (Packed, r"Steps take longer, unless comparisons in ")],
+)
+def test_the_warning_says_whether_the_whole_batch_can_run(kind: type[Sequences], words: str) -> None:
+    module = built(kind(nn.LSTM(D, 3, batch_first=True)), around=False)
+    with pytest.warns(enn.PerSampleWarning, match=f"runs sample by sample from now on, in a loop, .*{words}"):
+        assert_right(module, *of_sequences(6))
 
 
 class Masked(nn.Module):

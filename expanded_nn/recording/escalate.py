@@ -285,9 +285,12 @@ class _Attempts:
         cls: Any = getattr(new[0], "plain_class", None) or type(new[0])
         remedy = "" if loops else f"alone({cls.__name__}) before convert does the same without this warning, and "
         again = "" if rolled_back else " What this forward had drawn or changed until then has happened twice."
+        ways = [list(module._told.ways.values()) for module in new]
+        cost = ". Steps take longer, unless comparisons in the next ones find that the whole batch can run at once."
+        if all(known and all(way.known for way in known) for known in ways):
+            cost = ", where the whole batch cannot run at once. Here it can, as comparisons have found."
         warn(
-            f"{names}: runs sample by sample from now on{', in a loop' * loops}, each as a batch of one. Steps take "
-            "longer, unless comparisons in the next ones find that the whole batch can run at once. "
+            f"{names}: runs sample by sample from now on{', in a loop' * loops}, each as a batch of one{cost} "
             f"The reason: {new[0]._learned.why} {remedy}per_sample(escalate=False) makes it an error.{again}"
         )
 
