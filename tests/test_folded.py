@@ -641,6 +641,20 @@ class EachAlone(nn.Module):
         return (results * self.gate(rows).t()[..., None]).sum(0).view(x.shape)
 
 
+class ByEinsum(nn.Module):
+    """All experts take all rows, each with weights of its own; the products are written by names."""
+
+    def __init__(self, up: str = "...nd,...dh->...nh", down: str = "enh,ehd->end") -> None:
+        super().__init__()
+        self.gate, self.equations = nn.Linear(D, E), (up, down)
+        self.up, self.down = nn.Parameter(torch.empty(E, D, 6)), nn.Parameter(torch.empty(E, 6, D))
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, T, D)
+        rows = torch.einsum("btd,bte->ebtd", x, self.gate(x).softmax(-1)).flatten(1, 2)
+        hidden = torch.einsum(self.equations[0], rows, self.up).tanh()
+        return torch.einsum(self.equations[1], hidden, self.down).unflatten(1, x.shape[:2]).sum(0)
+
+
 class OutOfOrder(nn.Module):
     """Its samples take each other's places, and stand in their own again in the end."""
 
@@ -664,6 +678,7 @@ class OutOfOrder(nn.Module):
         (Slopes, (T, D)),
         (EachAlone, (T, D)),
         (OutOfOrder, (T, D)),
+        (ByEinsum, (T, D)),
     ],
 )
 def test_other_folds(module: Any, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -353,6 +353,7 @@ WHOLE: dict[str, Case] = {
         ),
         X,
     ),
+    "einsum without names": (own(lambda m, x: torch.einsum("...d,de->...e", x, m.w), (D, D)), X),
     "einsum with dimensions for none": (own(lambda m, x: torch.einsum("...btd,...de->...bte", x, m.w), (D, D)), X),
     "einsum of two tensors": (own(lambda m, x: torch.einsum("btd,d,bsd->bts", x, m.w, x.sin()), (D,)), X),
     "bilinear": (own(lambda m, x: torch.einsum("btd,kde,be->btk", x, m.w, x.sum(1)), (2, D, D)), X),
@@ -607,7 +608,6 @@ def swallows(m: Any, x: Tensor) -> Tensor:
 
 SQUARE, TABLE = (values(B, B, D),), values(T, D)
 NOT_WHOLE: dict[str, Case] = {
-    "einsum without names": (own(lambda m, x: torch.einsum("...d,de->...e", x, m.w), (D, D)), X),
     "einsum of two tensors, one of positions": (
         own(lambda m, x: torch.einsum("btd,d,td->bt", x, m.w, TABLE), (D,)),
         X,

@@ -82,6 +82,8 @@ def einsum(func: Any, args: Any, kwargs: Any) -> Tensor:
     plain = [place for place, operand in enumerate(operands) if not is_own(operand)]
     refuse_unless(not kwargs and all(map(str.isalpha, "".join(names))))
     run, after = run_of(operands), names[-1]
+    if len(operands) == 2 and plain == [0] and run.owners is not None and _is_by_expert(*names):
+        return product_by_expert(func, operands[0], operands[1], run.owners)
     name = names[plain[0]][0] if plain else next(letter for letter in ascii_letters if letter not in "".join(args[0]))
     refuse_unless(
         all(of_one[:1] == name if place in plain else name not in of_one for place, of_one in enumerate(names[:-1]))
@@ -103,13 +105,23 @@ def einsum(func: Any, args: Any, kwargs: Any) -> Tensor:
     return y
 
 
+def _is_by_expert(rows: str, matrices: str, result: str) -> bool:
+    """Whether the names are those of such a product, `end,edh->enh`."""
+    if not len(rows) == len(matrices) == len(result) == len(set(rows)) == len(set(matrices)) == 3:
+        return False
+    return (*matrices[:2], *result) == (rows[0], rows[2], rows[0], rows[1], matrices[2])
+
+
 def _spelled_out(equation: Any, *operands: Any) -> Any:
-    """The equation without an ellipsis that stands for no dimension, as in `"...bnd,de->...bne"` of `(B, n, d)`."""
+    """The equation with names for the dimensions of an ellipsis, where it stands for as many in each operand."""
     if not isinstance(equation, str) or "..." not in equation:
         return equation
-    without = equation.replace("...", "").replace(" ", "")
+    named = equation.replace(" ", "").partition("->")[0].split(",")
     ranks = [operand.rank if is_own(operand) else operand.dim() for operand in operands]
-    return without if [*map(len, without.partition("->")[0].split(","))] == ranks else equation
+    counts = [rank - len(names.replace("...", "")) for names, rank in zip(named, ranks, strict=True)]
+    missing = {count for names, count in zip(named, counts, strict=True) if count or "..." in names}
+    letters = [letter for letter in ascii_letters if letter not in equation]
+    return equation.replace("...", "".join(letters[: missing.pop()])) if len(missing) == 1 else equation
 
 
 def product_by_expert(func: Any, x: Tensor, own: Batched, owners: Owners) -> Tensor:
