@@ -201,6 +201,65 @@ def test_other_writes_are_right(make: Callable[[Any], Tensor], folds: bool) -> N
     assert_right(Triangular(make, folds=folds), *calls())
 
 
+def before(matrix: Tensor, write: Callable[[Tensor], None]) -> Tensor:
+    view = matrix[0]
+    write(matrix)
+    return view
+
+
+def detached_before(matrix: Tensor, write: Callable[[Tensor], None]) -> Tensor:
+    view = matrix.detach()
+    write(matrix)
+    return view[0]
+
+
+def between(matrix: Tensor, write: Callable[[Tensor], None]) -> Tensor:
+    write(matrix)
+    view = matrix.mT[:, 0]
+    matrix[0] = 2.0
+    return view
+
+
+def in_a_list(matrix: Tensor, write: Callable[[Tensor], None]) -> Tensor:
+    write(matrix)
+    (view,) = torch.broadcast_tensors(*[matrix])
+    matrix[0] = 2.0
+    return view[0]
+
+
+class LateView(nn.Module):
+    """What a view of the matrix adds counts in later steps alone."""
+
+    def __init__(self, view: Callable[..., Tensor], new: bool, changes: bool) -> None:
+        super().__init__()
+        self.entries, self.weight = nn.Parameter(values(len(LOWER[0]))), 0.0
+        self.view, self.new, self.changes = view, new, changes
+
+    def write(self, matrix: Tensor) -> None:
+        matrix[LOWER[1], LOWER[0]] = self.entries
+
+    def forward(self, x: Tensor) -> Tensor:
+        matrix = self.entries.new_zeros(D, D) if self.new else torch.zeros(D, D, dtype=torch.float64)
+        row = self.view(matrix, self.write)
+        if self.changes:  # which `vmap` follows alone
+            matrix *= 2
+        return x @ matrix + self.weight * row
+
+
+@pytest.mark.parametrize("changes", [False, True])
+@pytest.mark.parametrize("new", [False, True])
+@pytest.mark.parametrize("view", [before, detached_before, between, in_a_list], ids=lambda view: view.__name__)
+def test_views_see_what_is_written(view: Callable[..., Tensor], new: bool, changes: bool) -> None:
+    plain = LateView(view, new, changes)
+    model = enn.convert(plain).per_sample(loss_reduction="sum")
+    for step, call in enumerate(calls(8)):
+        plain.weight = model.weight = float(step > 4)
+        model.zero_grad()
+        assert_close(call.on(model), call.on(plain).detach())
+        total_loss(model, call).backward()
+        assert_close(model.entries.grad_sample, loop(plain, call, B)["entries"])
+
+
 class Keeps(nn.Module):
     """What it writes into is there in the next call."""
 

@@ -34,6 +34,11 @@ dict_version: Callable[[Any], object] = (
 TensorGuards = torch._C._dynamo.guards.TensorGuards  # whether tensors are of the same shape, dtype and so on as before
 
 
+def is_shown_elsewhere(x: Tensor) -> bool:
+    """Whether the memory of a tensor is that of another one as well, such as a view, or is held by somebody."""
+    return torch._C._storage_Use_Count(x.untyped_storage()._cdata) > 2  # its own use, and that of this question
+
+
 def running_backward() -> int:
     """The number of the backward that this code runs in, -1 outside of any."""
     return torch._C._current_graph_task_id()

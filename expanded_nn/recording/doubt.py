@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +12,7 @@ from expanded_nn.common.modes import autocast_dtype, unseen
 from expanded_nn.common.rounding import COARSE, PLAINLY_ALIKE, is_comparable, usual_sizes
 from expanded_nn.recording.lift import parameters_of, swapped
 
-REPEATS = 2  # of a forward, each with other roundings
+REPEATS = 8  # of a forward at most, each with other roundings: some results are the same after most of them
 # a difference is real if it is larger by so much than what rounding does; in numbers of few digits that is much already
 FACTOR, FACTOR_OF_COARSE = 30, 5
 _OF_COARSE_PRODUCTS = 2.0**-10  # as on GPUs, by TF32 or by algorithms that depend on the size of the batch
@@ -45,7 +44,8 @@ class Rounding:
         self, run: Callable[[list[Any]], list[Any]], leaves: Sequence[Any], module: nn.Module, results: list[Any]
     ) -> None:
         self.run, self.leaves, self.module, self.results = run, leaves, module, results
-        self._moves: list[Any] | None = None
+        self._moves: list[Any] = []  # for each result how far its numbers have moved in the repeats so far
+        self._repeats = 0
 
     @property
     def eps(self) -> float:
@@ -61,28 +61,29 @@ class Rounding:
         eps = self.eps
         share, factor = PLAINLY_ALIKE.of_precision(eps), FACTOR_OF_COARSE if eps > COARSE else FACTOR
         doubtful = [pair for pair in pairs if bool(_beyond(pair, share).any())]
-        moves = self.moves() if doubtful else None
-        if moves is None:
-            return False
-        for pair in doubtful:
-            rounding = usual_sizes(pair.take(moves[pair.number]))
-            if bool((_beyond(pair, share) & ((pair.other - pair.part).abs() > factor * rounding)).any()):
-                return True
-        return False
+        while doubtful:
+            if self._moves:
+                doubtful = [pair for pair in doubtful if self._is_exceeded(pair, share, factor)]
+            if self._repeats == REPEATS:
+                break
+            try:
+                self._repeat()
+            except Exception:  # it fails with other numbers, which tells nothing
+                return False
+        return bool(doubtful)
 
-    def moves(self) -> list[Any] | None:
-        """For each result how far its numbers move; `None` if the forward fails with other numbers."""
-        if self._moves is None:
-            self._moves = []
-            with suppress(Exception):
-                repeats = [self._repeated(number) for number in range(REPEATS)]
-                self._moves = [
-                    torch.stack([(other[place].detach() - x.detach()).abs() for other in repeats]).amax(0)
-                    if is_comparable(x)
-                    else None
-                    for place, x in enumerate(self.results)
-                ]
-        return self._moves or None
+    def _is_exceeded(self, pair: Pair, share: float, factor: float) -> bool:
+        rounding = usual_sizes(pair.take(self._moves[pair.number]))
+        return bool((_beyond(pair, share) & ((pair.other - pair.part).abs() > factor * rounding)).any())
+
+    def _repeat(self) -> None:
+        """Runs the forward with other last digits once more."""
+        results = zip(self.results, self._repeated(self._repeats), strict=True)
+        moves = [(other.detach() - x.detach()).abs() if is_comparable(x) else None for x, other in results]
+        if self._moves:
+            pairs = zip(self._moves, moves, strict=True)
+            moves = [None if move is None else torch.maximum(before, move) for before, move in pairs]
+        self._moves, self._repeats = moves, self._repeats + 1
 
     def _repeated(self, number: int) -> list[Any]:
         """What it gives for other last digits."""

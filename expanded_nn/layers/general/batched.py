@@ -30,9 +30,11 @@ from expanded_nn.recording.settings import RecorderLike
 
 Value = TypeVar("Value")
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-# The table of whole.py, which fills it: torch's function -> the rule for it. And those of them that compute something.
+# The table of whole.py, which fills it: torch's function -> the rule for it. And those of them that compute something,
+# or only ask.
 RULES: dict[Any, Rule] = {}
 COMPUTED: set[Any] = set()
+ASKED: set[Any] = set()
 
 
 class NotInTable(Exception):
@@ -259,6 +261,7 @@ class Batched(Tensor):
     run: Run  # the forward that it belongs to
     rank: int  # the number of dimensions of `shape`
     is_computed: bool  # whether it is computed once for all samples, from its `source`
+    was_used: bool = False  # other than to be written into, so that something else may show its memory
     data_of: Batched | None = None  # what it is the `.data` of
     _parts: tuple[Tensor, ...] | None = None
 
@@ -299,6 +302,10 @@ class Batched(Tensor):
             order = None if run is None else run.recorder.order
             if order is not None and order.reasons((args, kwargs)):
                 raise NotInTable(func)
+            if func not in ASKED and func is not Tensor.__setitem__:
+                for value in chain.from_iterable(x if isinstance(x, list | tuple) else (x,) for x in args):
+                    if type(value) is Batched:
+                        value.was_used = True
             try:
                 result = (rule or by_vmap)(func, args, kwargs or {})
             except NotInTable:

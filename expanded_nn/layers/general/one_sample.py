@@ -22,6 +22,7 @@ from expanded_nn.common.modes import (
     is_autocast,
     is_batched,
     is_expanded,
+    is_shown_elsewhere,
     of_all,
     of_one,
     outside_of_vmap,
@@ -124,7 +125,7 @@ class OneSample(FunctionMode):
 
     def _becomes_its_own(self, tensor: Tensor, of_one_sample: Tensor) -> bool:
         """Gives each sample a copy of a tensor that the forward has made; whether it can, as nothing else uses that."""
-        if id(tensor) not in self.made:
+        if id(tensor) not in self.made or is_shown_elsewhere(tensor):
             return False
         try:
             swap_tensors(tensor, tensor + _nothing_of(of_one_sample, tensor.dtype))

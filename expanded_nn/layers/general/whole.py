@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from expanded_nn.common.functions import attributes, functions, is_in_place
-from expanded_nn.common.modes import unseen
+from expanded_nn.common.modes import is_shown_elsewhere, unseen
 from expanded_nn.common.shared import cast_shared, with_dims
 from expanded_nn.core import cost
 from expanded_nn.layers import conv, norm
@@ -26,6 +26,7 @@ from expanded_nn.layers.embedding import embedding
 from expanded_nn.layers.general import folded
 from expanded_nn.layers.general.attention_rules import by_biased_products, multi_head_attention
 from expanded_nn.layers.general.batched import (
+    ASKED,
     COMPUTED,
     RULES,
     Batched,
@@ -236,10 +237,11 @@ def _written_for_each(func: Any, x: Tensor, key: Any, value: Any) -> None:
     plain = [part for part in (x, *keys, value) if isinstance(part, Tensor) and not is_own(part)]
     are_for_all = (not part.requires_grad and (run.are_shared(part) or run.is_for_all(part)) for part in plain)
     refuse_unless(torch.is_grad_enabled() and not any(map(is_own, keys)) and all(are_for_all))
-    if is_own(x):  # not a part of something else, which would change as well
-        refuse_unless(not (x.source.shared if x.is_computed else x.value)._is_view())  # type: ignore[attr-defined]
+    if is_own(x):  # neither a part of something else, which would change as well, nor the other way around
+        is_part = (x.source.shared if x.is_computed else x.value)._is_view()  # type: ignore[attr-defined]
+        refuse_unless(not (is_part or x.was_used))  # type: ignore[attr-defined]
     else:
-        refuse_unless(type(x) is Tensor and not vars(x) and x._base is None)
+        refuse_unless(type(x) is Tensor and not vars(x) and not is_shown_elsewhere(x))
         refuse_unless(run.batch * x.numel() <= cost.LOOKED_UP_FOR_EACH)
     before, number = None if is_own(x) else x.detach().clone(), None if is_own(value) else value
 
@@ -468,4 +470,5 @@ TABLE: dict[Any, Rule] = {
     },
 }
 RULES.update({**TABLE, **FOLDED_RULES, **RECURRENT_RULES})
-COMPUTED.update(func for func, rule in TABLE.items() if rule not in (as_it_looks, _requires_grad))
+ASKED.update(func for func, rule in TABLE.items() if rule in (as_it_looks, _requires_grad))
+COMPUTED.update(TABLE.keys() - ASKED)
