@@ -338,6 +338,38 @@ def test_an_argument_stays_a_tensor() -> None:
             assert own._base is None or type(own._base) is Tensor
 
 
+class Token(nn.Module):
+    """It writes a token of its own into its argument, where a mask says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(values(D))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        x[mask] = self.token
+        return 2 * x
+
+
+class Goes(nn.Module):
+    """The module around it goes on with that argument; with its result as well, or not."""
+
+    def __init__(self, both: bool, of_part: bool) -> None:
+        super().__init__()
+        self.token, self.skip, self.both, self.of_part = Token(), nn.Linear(D, D).double(), both, of_part
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        h = torch.cat([x, x.sin()], -1)[..., :D] if self.of_part else x.clone()
+        given = self.token(h, mask)
+        return self.skip(h) + given if self.both else self.skip(h)
+
+
+@pytest.mark.parametrize("of_part", [False, True])
+@pytest.mark.parametrize("both", [False, True])
+def test_an_argument_that_a_parameter_was_written_into(both: bool, of_part: bool) -> None:
+    inputs = [Call((values(B, T, D, seed=seed), values(B, T, seed=seed) > 0)) for seed in range(3)]
+    assert_right(Goes(both, of_part), *inputs)
+
+
 # Writes into views, where samples are folded
 
 

@@ -246,8 +246,9 @@ class Mapper:
                 )
         for (x, dim), parts in () if compares else zip(inputs, by_sample, strict=True):
             if dim is not None and any(version_of(own) and not own._is_view() for own in parts):
-                with torch.no_grad():
-                    x.copy_(torch.stack(parts, dim))  # as they were changed
+                # as they were changed, by parameters perhaps; what has a history has it from the samples already
+                with torch.set_grad_enabled(not x.requires_grad and any(own.requires_grad for own in parts)):
+                    x.copy_(torch.stack(parts, dim))
         self.leaves_traces |= traces.taken_back
         ends = (result.grad_fn for of_sample in results for result in of_sample)
         if any(type(node).__name__ == "CheckpointFunctionBackward" for node in graph_of(*ends)):
