@@ -794,6 +794,34 @@ def test_zeros_tell_nothing(comparisons: list[Any]) -> None:
     assert len(comparisons) == 2
 
 
+class Masked(nn.Module):
+    """A buffer meets a parameter in a term that counts later; there may be as many samples as it has rows."""
+
+    def __init__(self, gate: float, of_view: bool) -> None:
+        super().__init__()
+        self.weight, self.gate, self.of_view = nn.Parameter(values(D)), nn.Parameter(torch.tensor([gate])), of_view
+        self.register_buffer("mask", torch.ones(D, D).tril())
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = self.mask.mT if self.of_view else self.mask
+        return x * self.weight + self.gate * (x @ (mask * self.weight))
+
+
+@pytest.mark.parametrize("of_view", [False, True])
+@pytest.mark.parametrize("gate", [0.0, 1.0])
+def test_a_buffer_with_as_many_rows_as_samples(gate: float, of_view: bool) -> None:
+    plain = Masked(gate, of_view).double()
+    model = enn.convert(plain).per_sample(loss_reduction="sum")
+    for seed in range(6):
+        call = Call((values(D, D, seed=seed),))
+        model.zero_grad()
+        total_loss(model, call).backward()
+        assert_close_rows(rows_of(model), loop(plain, call, D))
+        with torch.no_grad():
+            for module in (plain, model):
+                module.gate.add_(0.5)
+
+
 def changes_its_ways(m: Any, x: Tensor) -> Tensor:
     return x * m.w if m.first else (x.transpose(0, 1) + m.w).transpose(0, 1)
 

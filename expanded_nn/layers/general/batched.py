@@ -86,17 +86,20 @@ class Run:
         recorder: The recorder of the model.
         owners: Tells whose the rows of a tensor are, in a forward that may fold its samples. `None` in any other: there
             a tensor of B rows has one per sample, and all others are shared.
+        module: Whose forward it is: its buffers have no rows of samples.
     """
 
-    def __init__(self, batch: int, recorder: RecorderLike, owners: Owners | None = None) -> None:
-        self.batch, self.recorder, self.owners = batch, recorder, owners
+    def __init__(
+        self, batch: int, recorder: RecorderLike, owners: Owners | None = None, module: nn.Module | None = None
+    ) -> None:
+        self.batch, self.recorder, self.owners, self.module = batch, recorder, owners, module
         self.way: list[Any] = []
         # operations that may join samples or move them; each once, as a layer may be dropped by chance
         self.joins: set[str] = set()
         self.failed = False  # whether a rule was lacking, even if the forward has caught the error
         self.numel = 0  # of the largest tensor so far
-        self.made: list[weakref.ref[Tensor]] = []  # the tensors that must not outlive the forward
-        self.lent: list[weakref.ref[Tensor]] = []  # those of them that were plain ones before
+        # the tensors that must not outlive the forward, and whether they were plain ones before
+        self.made: list[tuple[weakref.ref[Tensor], bool]] = []
         self.hooks = checkpoint_hooks()
 
     def __enter__(self) -> None:
@@ -107,8 +110,8 @@ class Run:
     def __exit__(self, *error: Any) -> None:
         _RUNNING.runs.pop()
         self.mode.__exit__(*error)
-        for lent in self.lent:
-            x: Any = lent()
+        for made, was_plain in self.made:
+            x: Any = made() if was_plain else None
             if x is not None:
                 vars(x).clear()
                 x.__class__ = Tensor
@@ -116,8 +119,7 @@ class Run:
     def lend(self, x: Tensor) -> None:
         """Makes a plain tensor a `Batched` one until the forward ends, as parameters were written into it."""
         x.__class__ = Batched
-        self.lent.append(weakref.ref(x))
-        self.made.append(weakref.ref(x))
+        self.made.append((weakref.ref(x), True))
 
     def _looks_at(self) -> AbstractContextManager[Any]:
         """What looks at operations; where the graph tells whose the rows are, at writes alone, if there are any."""
@@ -129,7 +131,18 @@ class Run:
         """Whether it is a plain tensor of B rows, one for each sample, with at least so many dimensions."""
         if not isinstance(x, Tensor) or is_own(x) or x.dim() < max(dims, 1):
             return False
-        return bool(x.shape[0] == self.batch) if self.owners is None else self.owners.have_a_row_each(x)
+        if self.owners is not None:
+            return self.owners.have_a_row_each(x)
+        return bool(x.shape[0] == self.batch) and not (x.grad_fn is None and self._is_of_buffer(x))
+
+    def _is_of_buffer(self, x: Tensor) -> bool:
+        """Whether it is a buffer, or a view of one, that has B rows by chance."""
+        whole = x if x._base is None else x._base
+        return id(whole) in self._buffers
+
+    @cached_property
+    def _buffers(self) -> set[int]:
+        return set() if self.module is None else {id(buffer) for buffer in self.module.buffers()}
 
     def are_shared(self, x: Tensor) -> bool:
         """Whether all samples share a tensor, such as an index, as it has not one row for each."""
@@ -185,7 +198,7 @@ class Run:
 
     def batched(self, value: Tensor | Derived) -> Batched:
         made = Batched(value, self)
-        self.made.append(weakref.ref(made))
+        self.made.append((weakref.ref(made), False))
         self.numel = max(self.numel, (value.shared if isinstance(value, Derived) else value).shape[1:].numel())
         return made
 
@@ -241,7 +254,7 @@ class Run:
 
     def leaves_something(self) -> bool:
         """Whether one of its tensors outlives the forward: something keeps it for the next one."""
-        return any(made() is not None for made in self.made)
+        return any(made() is not None for made, _ in self.made)
 
 
 @contextmanager

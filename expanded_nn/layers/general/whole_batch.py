@@ -144,7 +144,7 @@ class WholeBatch:
         module, recorder, dims = self.module, self.module._recorder, self.call.dims
         heard, batch = recorder.forward.notes.inputs_shared, recorder.forward.own_pass.batch
         owners = Owners(batch, module, self.told.memo) if module._alone else None
-        before, run = len(heard), Run(batch, recorder, owners)
+        before, run = len(heard), Run(batch, recorder, owners, module)
         try:
             with unseen():
                 weights = {place: run.batched(recorder.expand(own)) for place, own in self.lent.items()}
