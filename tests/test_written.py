@@ -370,6 +370,24 @@ def test_an_argument_that_a_parameter_was_written_into(both: bool, of_part: bool
     assert_right(Goes(both, of_part), *inputs)
 
 
+class WritesTwice(nn.Module):
+    """A parameter is written into its argument, and that is changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(values(D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x[:, 0] = self.weight[0]
+        return F.relu(x, inplace=True)
+
+
+def test_an_argument_that_is_changed_in_place_after_a_write_is_refused_by_name() -> None:
+    model = enn.convert(WritesTwice()).per_sample()
+    with pytest.raises(enn.PerSampleError, match="WritesTwice: its forward does what vmap cannot follow"):
+        model(values(B, D))
+
+
 # Writes into views, where samples are folded
 
 
