@@ -375,17 +375,22 @@ class WritesTwice(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(values(D))
+        self.weight = nn.Parameter(values(D).abs())
 
     def forward(self, x: Tensor) -> Tensor:
         x[:, 0] = self.weight[0]
         return F.relu(x, inplace=True)
 
 
-def test_an_argument_that_is_changed_in_place_after_a_write_is_refused_by_name() -> None:
-    model = enn.convert(WritesTwice()).per_sample()
-    with pytest.raises(enn.PerSampleError, match="WritesTwice: its forward does what vmap cannot follow"):
-        model(values(B, D))
+def test_an_argument_that_is_changed_in_place_after_a_write() -> None:
+    plain = WritesTwice()
+    model = enn.convert(plain).per_sample(loss_reduction="sum")
+    for seed in range(3):
+        x = values(B, D, seed=seed)
+        model(x.clone()).exp().sum().backward()
+        expected = [torch.autograd.grad(plain(one.clone()).exp().sum(), plain.weight)[0] for one in x.split(1)]
+        assert_close(model.weight.grad_sample, torch.stack(expected))
+        model.zero_grad()
 
 
 # Writes into views, where samples are folded

@@ -44,7 +44,6 @@ from expanded_nn.recording.lift import Lent, Slot, quiet_fallbacks, swapped, wit
 _OF_VMAP = (
     "vmap|functorch|[Bb]atching rule|doesn't have storage|stack expects each tensor to be equal size"
     "|One of the differentiated Tensors does not require grad|'NoneType' object has no attribute 'next_functions'"
-    "|a leaf Variable that requires grad is being used in an in-place operation"
 )
 
 # torch's words where a tensor is changed in place that is one for all samples

@@ -31,6 +31,7 @@ from expanded_nn.common.modes import (
     uncounted,
 )
 from expanded_nn.common.shared import stood_for
+from expanded_nn.common.traced import is_traced
 from expanded_nn.layers.linear import linear
 from expanded_nn.layers.norm import with_contiguous_gradient
 from expanded_nn.modules.layout import refusal
@@ -112,7 +113,10 @@ class OneSample(FunctionMode):
             of_one_sample = next(filter(is_of_one_sample, tree_leaves(args)), None)
             if of_one_sample is not None and not self._becomes_its_own(args[0], of_one_sample):
                 self._refuse_change(args[0])
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if is_in_place(func) and not is_traced():
+            _read_history(args[0])
+        return result
 
     def _data(self, func: Any, x: Tensor, other: Tensor | None = None) -> Any:
         """`x.data`, which may be set to itself, as where a module is moved to the device where it is."""
@@ -210,6 +214,12 @@ class OneSample(FunctionMode):
             "cache in per-sample mode (use_cache=False); or write the per-sample forward with @expands.",
             writes=True,
         )
+
+
+def _read_history(x: Tensor) -> None:
+    """Reads the history of what was written into: until then torch takes such a view for a leaf, and refuses writes."""
+    with torch._C.DisableTorchFunction():
+        _ = (of_all(x) if is_of_one_sample(x) else x).grad_fn
 
 
 def _nothing_of(sample: Tensor, dtype: torch.dtype) -> Tensor:
