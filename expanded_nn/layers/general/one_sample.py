@@ -107,15 +107,20 @@ class OneSample(FunctionMode):
                 return func(*args, **kwargs)
         if func in _OF_AUTOCAST:
             return _as_under_autocast(func, args, kwargs)
-        if self.read and is_in_place(func) and is_of_one_sample(args[0]) and _memory_of(args[0]) in self.read:
-            raise RuntimeError("changing `.data` in place under vmap is not allowed")  # as torch says of a look at it
-        if is_in_place(func) and not is_of_one_sample(args[0]):
+        return self._changed(func, args, kwargs) if is_in_place(func) else func(*args, **kwargs)
+
+    def _changed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A change of the first argument in place."""
+        x = args[0]
+        if not is_of_one_sample(x):
             of_one_sample = next(filter(is_of_one_sample, tree_leaves(args)), None)
-            if of_one_sample is not None and not self._becomes_its_own(args[0], of_one_sample):
-                self._refuse_change(args[0])
+            if of_one_sample is not None and not self._becomes_its_own(x, of_one_sample):
+                self._refuse_change(x)
+        elif self.read and _memory_of(x) in self.read:
+            raise RuntimeError("changing `.data` in place under vmap is not allowed")  # as torch says of a look at it
         result = func(*args, **kwargs)
-        if is_in_place(func) and not is_traced():
-            _read_history(args[0])
+        if not is_traced():
+            _read_history(x)
         return result
 
     def _data(self, func: Any, x: Tensor, other: Tensor | None = None) -> Any:

@@ -16,15 +16,14 @@ from expanded_nn.recording.escalate import OF_UNEQUAL_PARTS
 def of_mixing(module: Any, what: str, others: Sequence[Tensor] = (), batch: int = 1) -> PerSampleError:
     """The error about samples that mix; `others` are arguments that do not have the B samples first."""
     are_parts = any(x.dim() and x.shape[0] not in (1, batch) and not is_shared_by_all(x) for x in others)
+    more = f" {OF_UNEQUAL_PARTS}" if are_parts else ""
     return complaint(
         module.qualified_name,
         what,
         "samples that do not depend on each other, and arguments whose rows are the samples",
         f"{hint_of_layout(module)}Do what mixes samples (a mean over the batch, a similarity of all pairs) outside of "
         "the module. Call the model with shared_by_all(x) for an argument that all samples share; make a table a "
-        "buffer. Draw random numbers by torch. A loss of several samples has no per-sample gradients."
-        + f" {OF_UNEQUAL_PARTS}"
-        * are_parts,
+        f"buffer. Draw random numbers by torch. A loss of several samples has no per-sample gradients.{more}",
         refused_by=module,  # around it, B rows by chance may be a dimension that all share
     )
 
