@@ -184,14 +184,14 @@ class Leaf:
 
     def publish(self, rows: Tensor | None, passes: Iterable[Pass] = (), *, has_room: bool = False) -> None:
         """Sets `grad_sample`."""
-        before, parameter = self.published.rows, self.parameter()
+        before, parameter, location = self.published.rows, self.parameter(), self.location
         if rows is not None and before is not None and hasattr(before, "_processed"):
             rows._processed = True  # type: ignore[attr-defined]  # Opacus' mark on rows that a step has used
-        self.published = Published(rows, tuple(passes), 0 if rows is None else rows._version, has_room)
+        self.published = NO_ROWS if rows is None else Published(rows, tuple(passes), rows._version, has_room)
         if parameter is not None:
             parameter.grad_sample = rows  # type: ignore[attr-defined]
-        if self.location is not None and self.location.shard is not None:
-            self.location.shard.grad_sample = rows  # type: ignore[attr-defined]
+        if location is not None and location.shard is not None:
+            location.shard.grad_sample = rows  # type: ignore[attr-defined]
 
     def publish_again(self, published: Published) -> None:
         """Sets `grad_sample` to what it was."""
