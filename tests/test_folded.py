@@ -561,6 +561,47 @@ def test_models(name: str, sizes: dict[str, Any]) -> None:
     assert runs_whole(model)
 
 
+CHOICES = {"vocab_size": 30, "pad_token_id": 0, "max_position_embeddings": 16, "n_positions": 16}
+CHOICES |= dict.fromkeys(("hidden_size", "n_embd", "dim"), 8) | dict.fromkeys(("intermediate_size", "hidden_dim"), 12)
+CHOICES |= dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers"), 2)
+CHOICES |= dict.fromkeys(("num_attention_heads", "n_head", "n_heads"), 2)
+
+
+@pytest.mark.parametrize("name", ["BertForMultipleChoice", "DistilBertForMultipleChoice", "GPT2DoubleHeadsModel"])
+def test_models_that_fold_the_choices(name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    with torch.random.fork_rng():
+        set_seed(0)
+        kind = getattr(transformers, name)
+        options = {key: value for key, value in CHOICES.items() if hasattr(kind.config_class(), key)}
+        module = kind(kind.config_class(**options)).double().eval()
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    for seed in range(2):
+        words = torch.randint(3, 30, (B, 2, 4), generator=torch.Generator().manual_seed(seed))
+        inputs = {"input_ids": words, "attention_mask": (words > 5).long()}
+        if name == "GPT2DoubleHeadsModel":
+            inputs = {"input_ids": words, "mc_token_ids": words.argmax(-1)}
+
+        def loss(called: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+            outputs = called(**inputs)
+            scores = (
+                outputs.logits
+                if "mc_logits" not in outputs
+                else torch.cat([outputs.logits[..., 0], outputs.mc_logits[..., None]], -1)
+            )
+            return scores.sin().sum()
+
+        model.zero_grad()
+        loss(model, inputs).backward()
+        for i in range(B):
+            module.zero_grad()
+            loss(module, {key: value[i : i + 1] for key, value in inputs.items()}).backward()
+            for key, parameter in module.named_parameters():
+                if parameter.grad is not None:
+                    assert_close(model.get_parameter(key).grad_sample[i], parameter.grad, name=key)
+    assert runs_whole(model)
+
+
 # Other folds
 
 
@@ -823,6 +864,71 @@ def test_the_warning_says_whether_the_whole_batch_can_run(kind: type[Sequences],
         assert_right(module, *of_sequences(6))
 
 
+class Characters(nn.Module):
+    """Looks up the letters of each word, `(B, n, T)`, in one way or another, and then goes over the words."""
+
+    def __init__(self, of_letters: Callable[[Tensor], Tensor], **options: Any) -> None:
+        super().__init__()
+        self.of_letters, self.table = of_letters, nn.Embedding(7, D, **options)
+        self.letters, self.words = nn.LSTM(D, 3, batch_first=True), nn.GRU(3, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.table(self.of_letters(x)).reshape(x.shape[0] * x.shape[1], -1, D)
+        words = self.letters(rows)[0][:, -1].view(*x.shape[:2], -1)
+        return self.words(words)[0][:, -1]  # type: ignore[no-any-return]
+
+
+def first_clamped(x: Tensor) -> Tensor:
+    x = x.clone()
+    return x.clamp_(max=5).flatten(0, 1)
+
+
+OF_LETTERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "flattened": lambda x: x.flatten(0, 1),
+    "viewed": lambda x: x.view(-1, x.shape[-1]),
+    "one after the other": lambda x: x.reshape(-1),
+    "as it is": lambda x: x,
+    "every other one": lambda x: x[..., ::2].flatten(0, 1),
+    "detached": lambda x: x.detach()[:, :, 1:],
+    "in its own memory": lambda x: x.view(-1, x.shape[-1]).data,
+}
+
+
+def of_words(dtype: torch.dtype = torch.int64) -> list[Call]:
+    generator = torch.Generator().manual_seed(0)
+    return [Call((torch.randint(7, (B, 6, T), generator=generator).to(dtype),)) for _ in range(3)]
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("of_letters", OF_LETTERS.values(), ids=OF_LETTERS)
+def test_folded_indices(of_letters: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+    model = assert_right(built(Characters(of_letters), around=False), *of_words(dtype))
+    assert runs_whole(model)
+
+
+@pytest.mark.parametrize("options", [{"padding_idx": 2}, {"scale_grad_by_freq": True}], ids=["padding", "scaled"])
+def test_options_of_folded_look_ups(options: dict[str, Any]) -> None:
+    assert runs_whole(assert_right(built(Characters(OF_LETTERS["viewed"], **options), around=False), *of_words()))
+
+
+class LettersFirst(Characters):
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.table(x.view(-1, T).t())  # (T, B * n, D)
+        words = self.letters(rows.transpose(0, 1))[0][:, -1].view(*x.shape[:2], -1)
+        return self.words(words)[0][:, -1]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("options", [{}, {"scale_grad_by_freq": True}], ids=["plain", "scaled"])
+def test_folded_indices_with_the_letters_first(options: dict[str, Any]) -> None:
+    model = assert_right(built(LettersFirst(OF_LETTERS["viewed"], **options), around=False), *of_words())
+    assert runs_whole(model) == (not options)  # the samples' numbers do not stand together, so zeros are between them
+
+
+@pytest.mark.parametrize("of_letters", [first_clamped, lambda x: x.flip(1).flatten(0, 1)], ids=["changed", "turned"])
+def test_copies_of_indices_do_not_tell_whose_they_are(of_letters: Callable[[Tensor], Tensor]) -> None:
+    assert not runs_whole(assert_right(built(Characters(of_letters), around=False), *of_words()))
+
+
 class Masked(nn.Module):
     """It writes a token of its own where a mask says, as models that fill in what is masked do."""
 
@@ -914,6 +1020,33 @@ def test_layers_without_gradients_choose_words() -> None:
     assert model.part.finds.weight.grad is None  # type: ignore[union-attr]
 
 
+def test_the_samples_of_a_view_of_an_index() -> None:
+    known_by, x = Owners(B, nn.Module(), Memo()), torch.arange(100)[4 : 4 + B * 6].view(B, 2, 3)
+    (x,) = known_by.begin((x,), [0])
+    each = torch.arange(B).view(-1, 1, 1)
+    assert known_by.of(x) is known_by.of(x)
+    for view in (x, x.view(-1, 3), x.permute(2, 0, 1), x[1:], x[:, 1], x.unsqueeze(0), x.as_strided((2, 2), (1, 7), 8)):
+        samples = known_by.of(view)
+        assert samples is not None
+        assert torch.equal(samples.expand(view.shape), (view - 4) // 6)
+    assert torch.equal(known_by.of(x), each)
+    for other in (x.clone(), torch.zeros(2, dtype=torch.int64), x[:0], x.view(torch.float64)):
+        assert known_by.of(other) is None
+    with pytest.raises(Unknown):
+        known_by.of(x._base[:8])  # it begins before the argument
+    with pytest.raises(Unknown):
+        known_by.of(x._base[-5:])
+    x[0] = x[1]
+    assert known_by.of(x.view(-1, 3)) is None
+
+
+def test_samples_that_share_their_places_are_not_known() -> None:
+    known_by = Owners(B, nn.Module(), Memo())
+    (x,) = known_by.begin((torch.arange(4).expand(B, 4),), [0])
+    with pytest.raises(Unknown):
+        known_by.of(x[:, 1])
+
+
 def test_a_parameter_without_gradients_is_not_changed_in_place() -> None:
     run = Run(B, enn.convert(nn.Linear(1, 1)).per_sample()._recorder, Owners(B, nn.Module(), Memo()))
     weight = run.batched(values(D).expand(B, D))
@@ -1001,6 +1134,9 @@ KNOWN: dict[str, Callable[[Tensor], Any]] = {  # of x (B, 4, 6)
     "flip and roll": lambda x: torch.roll(x.flip(0, 2), (1, 2), (0, 1)),
     "pad": lambda x: F.pad(x, (1, 0, 2, 0)),
     "cat": lambda x: torch.cat([x[1:], x[:1]]),
+    "cat with what has none, of rows that were folded": lambda x: torch.cat(
+        [torch.zeros(B, 1, 6).double(), folded(x).unflatten(0, (B, 4))], 1
+    ),
     "cat of samples": lambda x: torch.cat([x[:1, 0], x[1:2, 0]], -1),
     "cat of features": lambda x: torch.cat([-x[..., 3:], x[..., :3], torch.zeros(B, 4, 1).double()], -1),
     "stack": lambda x: torch.stack([x, 2 * x], 1).flatten(0, 1),

@@ -363,6 +363,17 @@ WHOLE: dict[str, Case] = {
         X,
     ),
     "by vmap, two results": (own(lambda m, x: torch.mul(*torch.broadcast_tensors(x, m.w)), (D,)), X),
+    "product and a bias": (own(lambda m, x: torch.addmm(m.v, x[:, 0], m.w), (D, 6), (6,)), X),
+    "parts of a product and a bias": (
+        own(
+            lambda m, x: torch.addmm(m.v, x[:, 0], m.w, beta=2, alpha=0.5) + m.v.addmm(x[:, 1], m.w, beta=0),
+            (D, 6),
+            (6,),
+        ),
+        X,
+    ),
+    "product with a vector and a bias": (own(lambda m, x: torch.addmv(m.v, x[:, 0], m.w, alpha=3), (D,), (1,)), X),
+    "scores and biases": (own(lambda m, x: torch.baddbmm(m.w, x, x.mT, beta=-1).softmax(-1) @ x, (T, T)), X),
     "product with a vector": (own(lambda m, x: (x @ m.w).softmax(1) + x[:, 0].mv(m.w)[:, None], (D,)), X),
     "matrix product from the left": (own(lambda m, x: m.w @ x, (2, T)), X),
     "learned queries": (own(lambda m, x: (m.w @ m.v).expand(len(x), -1, -1) @ x.mT, (1, 2, D), (1, D, D)), X),

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from expanded_nn.common.functions import functions, is_in_place
+from expanded_nn.layers.embedding import embedding
 from expanded_nn.layers.general.batched import (
     Batched,
     Rule,
@@ -37,6 +38,23 @@ def as_arranged(run: Run, y: Tensor, arrangement: Arrangement) -> Tensor:
     samples = arrangement.samples
     known(run.owners).note(y, samples if samples.dim() == y.dim() else samples.reshape(-1, *[1] * (y.dim() - 1)))
     return y
+
+
+def embedding_of_rows(func: Any, index: Tensor, samples: Tensor, own: Batched, options: dict[str, Any]) -> Tensor:
+    """A look-up by an index of which it is known whose each of its numbers is."""
+    owners = known(own.run.owners)
+    arrangement = owners.memo.of(_one_by_one, samples, index.shape, owners)
+    refuse_unless(arrangement.length is not None or not options.get("scale_grad_by_freq"))  # zeros fill others up
+    own.run.note(func, whole=True)
+    y = arrangement.unpadded(embedding(arrangement.padded(index.flatten()), own.value, **options))
+    y = y.view(*index.shape, -1)
+    owners.note(y, owners.memo.of(Tensor.unsqueeze, samples, -1))
+    return y
+
+
+def _one_by_one(samples: Tensor, shape: torch.Size, owners: Owners) -> Arrangement:
+    """How the numbers of a tensor belong to the samples, one by one."""
+    return owners.arranged(samples.expand(shape).flatten(), shape.numel())
 
 
 def own_rows(own: Batched, arrangement: Arrangement, dims: int) -> Tensor:

@@ -12,7 +12,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from expanded_nn.layers.general.samples import NOBODY, Memo, Samples, Unknown, constant, reshaped, together, with_dims
+from expanded_nn.layers.general.samples import (
+    NOBODY,
+    Memo,
+    Samples,
+    Unknown,
+    compact,
+    constant,
+    reshaped,
+    together,
+    with_dims,
+)
 from expanded_nn.recording.graph import (
     ELEMENTWISE,
     PARTS,
@@ -234,7 +244,7 @@ def _index_put(op: Operation) -> Samples:
         raise Unknown
     whole = torch.full(op.shape, NOBODY, device="cpu") if total is None else total.expand(op.shape).clone()
     whole[saved_keys(op.node)] = NOBODY if put is None else put
-    return None if total is None and put is None else _compact(whole)
+    return None if total is None and put is None else compact(whole)
 
 
 def _masked_scatter(op: Operation) -> Samples:
@@ -245,15 +255,7 @@ def _masked_scatter(op: Operation) -> Samples:
         whole = put.expand(op.shape_of(1)).flatten()
         placed = put.new_full(op.shape, NOBODY).masked_scatter_(mask, whole)
         total = together([total, placed], len(op.shape), Memo())
-    return None if total is None else _compact(total)
-
-
-def _compact(samples: Tensor) -> Tensor:
-    """The samples with size 1 in the dimensions along which they are constant."""
-    for dim in range(samples.dim()):
-        first = samples.narrow(dim, 0, 1)
-        samples = first if bool((samples == first).all()) else samples
-    return samples
+    return None if total is None else compact(total)
 
 
 def _joined(op: Operation) -> Samples:
@@ -273,20 +275,16 @@ def _one_after_the_other(op: Operation, found: list[Samples], dim: int, size_of:
     there = [samples for samples in found if samples is not None]
     if not there:
         return None
-    if all(samples.shape[dim] == 1 for samples in there):
-        if len(there) < len(found):
-            return _filled_up(op, cast(Tensor, op.together(there)))
-        if all(samples is there[0] or torch.equal(samples, there[0]) for samples in there):
-            return there[0]
-    sizes = (size_of(place) if x is not None and x.shape[dim] == 1 else -1 for place, x in enumerate(found))
-    return op.memo.of(_cat, tuple(found), tuple(sizes), dim)
+    if len(there) < len(found):
+        return _filled_up(op, cast(Tensor, op.together([op.constant(samples, [dim]) for samples in there])))
+    if all(samples.shape[dim] == 1 and (samples is there[0] or torch.equal(samples, there[0])) for samples in there):
+        return there[0]
+    sizes = (size_of(place) if samples.shape[dim] == 1 else -1 for place, samples in enumerate(there))
+    return op.memo.of(_cat, tuple(there), tuple(sizes), dim)
 
 
-def _cat(found: Sequence[Samples], sizes: Sequence[int], dim: int) -> Tensor:
+def _cat(parts: Sequence[Tensor], sizes: Sequence[int], dim: int) -> Tensor:
     """The samples along a dimension in which these stand one after the other; of -1 they have the tensor's own size."""
-    if any(samples is None for samples in found):
-        raise Unknown
-    parts = cast("list[Tensor]", found)
     whole = [max(sizes) for sizes in zip(*(part.shape for part in parts), strict=True)]
     return torch.cat(
         [part.expand([*whole[:dim], size, *whole[dim + 1 :]]) for part, size in zip(parts, sizes, strict=True)], dim

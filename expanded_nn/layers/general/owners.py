@@ -4,6 +4,8 @@ A forward may fold its samples, `(B, T, d)` to `(B * T, d)`, and take some posit
 mixture does. What it did stands in autograd's graph, with the indices by which it took them. So the sample of each is
 known, however many there are; but not behind an operation that is not in the table of `operations.py`. Nor does the
 graph say where writes into a part of a tensor go, so these are looked at.
+
+Whole numbers, such as the index of a look-up, have no graph. Of a view of an argument their places in memory tell.
 """
 
 from __future__ import annotations
@@ -17,10 +19,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from expanded_nn.common.batch import FOLDED, may_have_derivatives
 from expanded_nn.common.functions import functions
-from expanded_nn.common.modes import FunctionMode, unseen
+from expanded_nn.common.modes import FunctionMode, unseen, version_of
 from expanded_nn.layers.general.mapped import tensors_of
 from expanded_nn.layers.general.operations import Known
-from expanded_nn.layers.general.samples import NOBODY, Memo, Samples, Unknown, constant, together
+from expanded_nn.layers.general.samples import NOBODY, Memo, Samples, Unknown, compact, constant, together
 
 
 class _Begin(torch.autograd.Function):
@@ -41,7 +43,8 @@ class Owners:
     def __init__(self, batch: int, module: Any, memo: Memo) -> None:  # of the general rule
         self.batch, self.module, self.memo = batch, module, memo
         memo.begin()
-        self.by_sample: list[Tensor] = []  # the arguments that have the samples first
+        # the arguments that no graph tells of, each with its version and its samples
+        self.without_graph: list[tuple[Tensor, int, Tensor]] = []
         self.known = Known(batch, memo)
         self.anchor = torch.zeros((), requires_grad=True)
 
@@ -50,11 +53,14 @@ class Owners:
         leaves, structure = tree_flatten(arguments)
         for place, dim in enumerate(dims):
             leaf = leaves[place]
-            if isinstance(leaf, Tensor) and may_have_derivatives(leaf) and (dim is not None or leaf.requires_grad):
+            if not isinstance(leaf, Tensor):
+                continue
+            samples = None if dim is None else self._standing_in(leaf, dim)
+            if may_have_derivatives(leaf) and (samples is not None or leaf.requires_grad):
                 leaves[place] = _Begin.apply(leaf, self.anchor)  # type: ignore[no-untyped-call]
-                self.note(leaves[place], None if dim is None else self._standing_in(leaf, dim))
-            if dim == 0:
-                self.by_sample.append(leaves[place])
+                self.note(leaves[place], samples)
+            elif samples is not None:
+                self.without_graph.append((leaf, version_of(leaf), samples))
         return tree_unflatten(leaves, structure)
 
     def _standing_in(self, x: Tensor, dim: int) -> Tensor:
@@ -81,8 +87,6 @@ class Owners:
 
     def have_a_row_each(self, x: Tensor) -> bool:
         """Whether a tensor `(B, *)` has the samples first, in order."""
-        if not may_have_derivatives(x):  # no graph tells of it
-            return any(x is argument for argument in self.by_sample)
         arrangement = self.of_rows(x)
         return arrangement is not None and arrangement.length == 1
 
@@ -94,14 +98,28 @@ class Owners:
     def of(self, x: Tensor) -> Samples:
         """The samples of a tensor; `None` if it requires no gradient, so that they are not known.
 
+        Of whole numbers they are known where these are those of an argument.
+
         Raises:
             Unknown: If its graph does not tell.
         """
         if x.grad_fn is None:
             if x.requires_grad:
                 raise Unknown
-            return None
+            return None if may_have_derivatives(x) else self._of_places(x)
         return self.known[x.grad_fn, x.output_nr]
+
+    def _of_places(self, x: Tensor) -> Samples:
+        """The samples of a view of an argument that no graph tells of, by its places in memory."""
+        for argument, version, samples in self.without_graph:
+            if x is argument:
+                return samples
+            is_view = x.dtype == argument.dtype and x.untyped_storage()._cdata == argument.untyped_storage()._cdata
+            if is_view and x.numel() and version_of(argument) == version:
+                start = x.storage_offset() - argument.storage_offset()
+                places = argument.shape, argument.stride(), x.shape, x.stride(), start
+                return self.memo.of(_of_view, samples, *places)
+        return None
 
     def of_rows(self, x: Tensor) -> Arrangement | None:
         """How the rows of a tensor `(n, ...)` belong to the samples; `None` if it requires no gradient."""
@@ -121,6 +139,31 @@ def _in_order(batch: int, times: int, dim: int, dims: int, device: torch.device)
     """The samples of a tensor that has each of them `times` times in dimension `dim`, one after the other."""
     rows = torch.arange(batch, device=device).repeat_interleave(times)
     return rows.view(*[1] * dim, -1, *[1] * (dims - 1 - dim))
+
+
+def _of_view(
+    samples: Tensor,  # of a tensor with such a shape and strides
+    shape: Sequence[int],
+    strides: Sequence[int],
+    shape_of_view: Sequence[int],
+    strides_of_view: Sequence[int],
+    start: int,
+) -> Tensor:
+    """The samples of a view that begins `start` places behind the tensor that it is of."""
+    extent, samples = _extent(shape, strides), samples.expand(shape)
+    if start < 0 or start + _extent(shape_of_view, strides_of_view) > extent:
+        raise Unknown
+    owner, places = samples.new_full((extent,), NOBODY), torch.arange(extent, device=samples.device)
+    shown = places.as_strided(shape, strides)
+    owner[shown] = samples
+    if not torch.equal(owner[shown], samples):  # several samples share a place
+        raise Unknown
+    return compact(owner.as_strided(shape_of_view, strides_of_view, start))
+
+
+def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """How many places in memory there are from the first number of a tensor to its last one."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
 def _arranged(samples: Tensor, count: int, batch: int) -> Arrangement:
@@ -245,14 +288,9 @@ def _has_a_part_of_each_row(part: Tensor, base: Tensor) -> bool:
     """Whether row i of a view lies in row i of the tensor that it shows, for each i."""
     if part.dim() == 0 or base.dim() == 0 or part.numel() == 0 or part.shape[0] != base.shape[0]:
         return False
-    start, length = part.storage_offset() - base.storage_offset(), _length_of_row(base)
+    start, length = part.storage_offset() - base.storage_offset(), _extent(base.shape[1:], base.stride()[1:])
     has_rows_apart = len(base) == 1 or length <= base.stride(0) == part.stride(0)
-    return has_rows_apart and start + _length_of_row(part) <= length
-
-
-def _length_of_row(x: Tensor) -> int:
-    """How many places in memory there are from the first number of a row to its last one."""
-    return 1 + sum((size - 1) * step for size, step in zip(x.shape[1:], x.stride()[1:], strict=True))
+    return has_rows_apart and start + _extent(part.shape[1:], part.stride()[1:]) <= length
 
 
 _WRITES = {Tensor.__setitem__, Tensor.copy_}

@@ -72,6 +72,14 @@ def constant(samples: Tensor, dims: Sequence[int]) -> Tensor:
     return samples
 
 
+def compact(samples: Tensor) -> Tensor:
+    """The samples with size 1 in the dimensions along which they are constant."""
+    for dim in range(samples.dim()):
+        first = samples.narrow(dim, 0, 1)
+        samples = first if bool((samples == first).all()) else samples
+    return samples
+
+
 def together(found: Sequence[Samples], dims: int, memo: Memo) -> Samples:
     """The samples of what is computed number by number from several tensors, which broadcast."""
     total: Samples = None

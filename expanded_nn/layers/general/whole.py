@@ -46,6 +46,7 @@ from expanded_nn.layers.general.folded_rules import (
     FOLDED_RULES,
     as_arranged,
     einsum,
+    embedding_of_rows,
     joined_to_rows,
     product_by_expert,
     with_folded_rows,
@@ -349,6 +350,9 @@ def _look_up(func: Any, args: Any, kwargs: Any) -> Tensor:
     index, own = named.pop("input"), own_of(named.pop("weight"))
     refuse_unless(isinstance(index, Tensor) and not is_own(index) and named.get("max_norm") is None)
     run = own.run
+    samples = None if run.owners is None else run.owners.of(index)
+    if samples is not None:
+        return embedding_of_rows(func, index, samples, own, named)
     whole = run.has_rows(index, 1)
     if not whole and run.may_be_looked_up_by_all(index, own.value.shape[-1]):
         refuse_unless(not named.get("scale_grad_by_freq"))
@@ -388,6 +392,18 @@ def _product(func: Any, args: Any, kwargs: Any) -> Tensor:
     refuse_unless(own.rank >= 2 and not is_linear and run.has_rows(x, 3))
     run.note(func, whole=True)
     return torch.matmul(*(beside(side, x.dim()) if side is own else side for side in args))
+
+
+def _plus_product(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """A matrix product and what is added to it, each by its own rule."""
+    total, left, right = args
+    options = {"beta": 1, "alpha": 1, **kwargs}
+    refuse_unless(options.keys() == {"beta", "alpha"})
+    product, beta, alpha = torch.matmul(left, right), options["beta"], options["alpha"]
+    product = product if alpha == 1 else product * alpha
+    if beta == 0:  # then even what is not finite counts as zero
+        return product
+    return product + (total if beta == 1 else total * beta)  # type: ignore[no-any-return]
 
 
 # The table: what may be done with a parameter, and by which rule
@@ -437,6 +453,7 @@ TABLE: dict[Any, Rule] = {
     Tensor.__setitem__: _write,
     **dict.fromkeys(functions("cat", "concat", "stack"), _join),
     **dict.fromkeys(functions("matmul", "__matmul__", "mm", "mv", "bmm"), _product),
+    **dict.fromkeys(functions("addmm", "addmv", "baddbmm"), _plus_product),
     torch.einsum: einsum,
     F.embedding: _look_up,
     F.scaled_dot_product_attention: by_biased_products,
