@@ -648,7 +648,7 @@ class Patches(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # (B, T, D)
         image = self.conv(x.view(-1, 2, 4, 4))
-        count = len(image)
+        count = image.shape[0]
         patches = image.reshape(count * D * 2, 2, 2, 2).transpose(1, 2).reshape(count, D, 4, 4)
         rows = patches.transpose(1, 3).reshape(count * 4, 4, D)
         rows = self.layer(rows).sigmoid().view(count, 4, 4, D).transpose(1, 3)

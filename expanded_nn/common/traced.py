@@ -10,10 +10,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.utils._mode_utils import no_dispatch
+
+from expanded_nn.common.modes import unseen
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class OnlyEager(Exception):
@@ -70,6 +76,19 @@ def is_traced() -> bool:
     if _STATE.assumed is None:
         return False
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
+def beside_trace(method: Function) -> Function:
+    """Lets a method compute in a trace what is the same at each call: it is no part of the graph."""
+
+    @wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not is_traced():
+            return method(*args, **kwargs)
+        with unseen(), no_dispatch():
+            return method(*args, **kwargs)
+
+    return cast(Function, run)
 
 
 def assume(condition: Tensor, otherwise: str, thorough: Callable[[], Tensor] | None = None) -> None:

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from expanded_nn.common.modes import saved_tensors_are_packed
 from expanded_nn.common.steady import Attributes
-from expanded_nn.common.traced import is_traced
 from expanded_nn.layers.general.gradients import Verdict
 from expanded_nn.layers.general.rule import General
 from expanded_nn.layers.general.told import Way, Ways
@@ -31,7 +30,7 @@ class FoldedBatch(WholeBatch):
         No parameter may be sharded, or have a batch dimension of its own.
         """
         are_plain = all(type(parameter) is nn.Parameter for parameter in self.lent.values())
-        return are_plain and not is_traced() and not saved_tensors_are_packed()
+        return are_plain and not saved_tensors_are_packed()
 
     def by_known_way(self, ways: Ways) -> Any:
         """The result, if it went a known way; if not, what it has kept is taken back.

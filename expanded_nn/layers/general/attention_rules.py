@@ -13,7 +13,6 @@ from expanded_nn.layers.general.batched import Run, beside, is_own, own_of, refu
 from expanded_nn.layers.general.folded import linear_of_rows
 from expanded_nn.layers.general.folded_rules import as_arranged, own_rows
 from expanded_nn.layers.general.owners import Arrangement
-from expanded_nn.layers.general.samples import constant, together
 from expanded_nn.layers.heads import attention, projected
 
 
@@ -36,9 +35,9 @@ def _arranged(run: Run, inputs: Sequence[Tensor]) -> Arrangement | None:
     """How the rows of folded queries, keys and values belong to the samples, which has to be alike for all three."""
     if run.owners is None:
         return None
-    dims, found = inputs[0].dim(), [run.owners.of(x) for x in inputs]
-    samples = together([x if x is None else constant(x, [dims - 2, dims - 1]) for x in found], dims, run.owners.memo)
-    return None if samples is None else run.owners.arranged(samples, len(inputs[0]))
+    dims = inputs[0].dim()
+    samples = run.owners.together(inputs, dims, along=(dims - 2, dims - 1))
+    return None if samples is None else run.owners.arranged(samples, inputs[0].shape[0])
 
 
 _SIGNATURE = signature(F.multi_head_attention_forward)

@@ -325,7 +325,8 @@ class Batched(Tensor):
                 if torch.is_grad_enabled() or not (rule is None or func in COMPUTED):
                     raise
                 return _without_derivatives(func, args, kwargs or {})
-            if run is not None and run.owners is not None and type(result) is Tensor and result.dim():
+            is_plain = isinstance(result, Tensor) and not is_own(result)
+            if run is not None and run.owners is not None and is_plain and result.dim():
                 run.owners.note_a_row_each(result)
             return result
         except Exception:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from expanded_nn.common.functions import functions, is_in_place
+from expanded_nn.core import cost
 from expanded_nn.layers.embedding import embedding
 from expanded_nn.layers.general.batched import (
     Batched,
@@ -29,38 +30,32 @@ from expanded_nn.layers.general.batched import (
 )
 from expanded_nn.layers.general.folded import linear_of_rows
 from expanded_nn.layers.general.owners import Arrangement, Owners
-from expanded_nn.layers.general.samples import constant, together
 from expanded_nn.recording.places import einsum_names
 
 
 def as_arranged(run: Run, y: Tensor, arrangement: Arrangement) -> Tensor:
     """A result whose rows belong to the samples as those of an operand do."""
     samples = arrangement.samples
-    known(run.owners).note(y, samples if samples.dim() == y.dim() else samples.reshape(-1, *[1] * (y.dim() - 1)))
+    known(run.owners).note_like(y, samples, samples.shape if samples.dim() == y.dim() else (-1, *[1] * (y.dim() - 1)))
     return y
 
 
 def embedding_of_rows(func: Any, index: Tensor, samples: Tensor, own: Batched, options: dict[str, Any]) -> Tensor:
     """A look-up by an index of which it is known whose each of its numbers is."""
     owners = known(own.run.owners)
-    arrangement = owners.memo.of(_one_by_one, samples, index.shape, owners)
+    arrangement = owners.one_by_one(samples, index.shape)
     refuse_unless(arrangement.length is not None or not options.get("scale_grad_by_freq"))  # zeros fill others up
     own.run.note(func, whole=True)
     y = arrangement.unpadded(embedding(arrangement.padded(index.flatten()), own.value, **options))
     y = y.view(*index.shape, -1)
-    owners.note(y, owners.memo.of(Tensor.unsqueeze, samples, -1))
+    owners.note_like(y, samples, (*samples.shape, 1))
     return y
-
-
-def _one_by_one(samples: Tensor, shape: torch.Size, owners: Owners) -> Arrangement:
-    """How the numbers of a tensor belong to the samples, one by one."""
-    return owners.arranged(samples.expand(shape).flatten(), shape.numel())
 
 
 def own_rows(own: Batched, arrangement: Arrangement, dims: int) -> Tensor:
     """For each row the value of its sample; of a table with an entry for each row, that entry."""
     count = len(arrangement.owner)
-    if own.rank == dims and own.value.shape[1] == count:
+    if own.rank == dims and own.value.shape[1] == count and not cost.is_symbol(own.run.batch):
         return own.value[arrangement.owner, torch.arange(count, device=arrangement.owner.device)]
     return arrangement.rows_of(beside(own, dims))
 
@@ -69,7 +64,7 @@ def with_folded_rows(func: Any, args: Any, kwargs: Any, owners: Owners, dims: in
     """An elementwise operation with folded tensors; `NotImplemented` where these are what all samples share."""
     run, own = run_of(args), [operand for operand in args if is_own(operand)]
     plain = [operand for operand in args if isinstance(operand, Tensor) and not is_own(operand) and operand.dim()]
-    samples = together([owners.of(operand) for operand in plain], dims, owners.memo)
+    samples = owners.together(plain, dims)
     if samples is None:
         refuse_unless(not is_in_place(func))
         return NotImplemented  # type: ignore[no-any-return]
@@ -119,7 +114,7 @@ def einsum(func: Any, args: Any, kwargs: Any) -> Tensor:
         values = (arrangement.rows_of(operand.value) if is_own(operand) else operand for operand in operands)
     y: Tensor = torch.einsum(f"{','.join(before)}->{after}", *values)
     if arrangement is not None and run.owners is not None:
-        run.owners.note(y, arrangement.owner.view([-1 if letter == name else 1 for letter in after]))
+        run.owners.note_like(y, arrangement.owner, [-1 if letter == name else 1 for letter in after])
     return y
 
 
@@ -144,11 +139,11 @@ def _spelled_out(equation: Any, *operands: Any) -> Any:
 
 def product_by_expert(func: Any, x: Tensor, own: Batched, owners: Owners) -> Tensor:
     """The product of the same rows for each expert, `(E, n, in)`, with the experts' matrices, `(E, in, out)`."""
-    samples, experts = constant(known(owners.of(x)), [0, 2]), own.value.shape[1]
-    refuse_unless(x.shape[0] == experts)
-    arrangement = owners.arranged(samples[0], x.shape[1])
+    samples, rows = known(owners.together([x], 3, along=(0, 2))), x.unbind()
+    refuse_unless(len(rows) == own.value.shape[1] > 0)
+    arrangement = known(owners.of_rows(rows[0]))
     own.run.note(func, whole=True)
-    y = torch.stack([linear_of_rows(x[e], own.part(e).mT, None, arrangement) for e in range(experts)])
+    y = torch.stack([linear_of_rows(of_one, own.part(e).mT, None, arrangement) for e, of_one in enumerate(rows)])
     owners.note(y, samples)
     return y
 
@@ -162,7 +157,7 @@ def _grouped_product(func: Any, args: Any, kwargs: Any) -> Tensor:
     owners = known(own.run.owners)
     refuse_unless(isinstance(ends, Tensor) and not options and len(args) < 4)
     refuse_unless(x.dim() == 2 and own.rank == 3 and len(ends) == own.value.shape[1])
-    samples, numbers, results = constant(known(owners.of(x)), [1]), ends.tolist(), []
+    samples, numbers, results = known(owners.together([x], 2, along=(1,))), ends.tolist(), []
     refuse_unless(numbers[-1] == len(x))
     own.run.note(func, whole=True)
     for expert, (start, end) in enumerate(zip([0, *numbers], numbers, strict=False)):

@@ -12,6 +12,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from expanded_nn.common.traced import is_traced
+from expanded_nn.core import cost
 from expanded_nn.layers.general.samples import (
     NOBODY,
     Memo,
@@ -53,10 +55,10 @@ class Operation:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of that output."""
-        return tuple(shape_of(self.node, self.number))
+        return tuple(map(cost.usual_size, shape_of(self.node, self.number)))
 
     def shape_of(self, place: int) -> tuple[int, ...]:
-        return tuple(shape_of(*self.inputs[place]))
+        return tuple(map(cost.usual_size, shape_of(*self.inputs[place])))
 
     def samples_of(self, place: int) -> Samples:
         return self.known[self.inputs[place]]
@@ -79,9 +81,22 @@ class Operation:
 
     def saved(self, name: str) -> Any:
         try:
-            return getattr(self.node, f"_saved_{name}")
+            found = getattr(self.node, f"_saved_{name}")
         except (AttributeError, RuntimeError):  # it has none, or it was changed since
             raise Unknown from None
+        self.refuse_values(found)
+        return tuple(map(cost.usual_size, found)) if isinstance(found, list | tuple) else cost.usual_size(found)
+
+    def keys(self) -> tuple[Any, ...]:
+        """The keys of an index."""
+        keys = saved_keys(self.node)
+        self.refuse_values(*keys)
+        return keys
+
+    def refuse_values(self, *found: Any) -> None:
+        """Raises in a trace where the samples depend on values, as these may be others when the graph runs."""
+        if is_traced() and any(isinstance(value, Tensor) for value in found):
+            raise Unknown
 
     def dims(self, rank: int | None = None) -> list[int]:
         """The dimensions that it names, of `rank` or as many as the first input has; all, if it names none."""
@@ -133,6 +148,7 @@ def _turned(op: Operation, samples: Tensor) -> Tensor:
 def _part(op: Operation, samples: Tensor) -> Tensor:
     """A part along one dimension; where the samples have size 1, any will do."""
     (dim,), part = op.dims(samples.dim()), part_taken(op.node, op.number)
+    part = tuple(map(cost.usual_size, part)) if isinstance(part, tuple) else cost.usual_size(part)
     if samples.shape[dim] > 1:
         return op.memo.of(_taken, samples, dim, part)
     return op.memo.of(Tensor.squeeze, samples, dim) if isinstance(part, int) else samples
@@ -148,7 +164,7 @@ def _by_values(rule: Rule) -> Rule:
 
 
 def _repeat(op: Operation, samples: Tensor) -> Tensor:
-    return op.memo.of(_repeated, samples, tuple(op.saved("repeats")))
+    return op.memo.of(_repeated, samples, op.saved("repeats"))
 
 
 def _repeated(samples: Tensor, repeats: tuple[int, ...]) -> Tensor:
@@ -196,7 +212,7 @@ def _pad(op: Operation, samples: Tensor) -> Tensor:
 
 
 def _index(op: Operation, samples: Tensor) -> Tensor:
-    keys = saved_keys(op.node)
+    keys = op.keys()
     dims = [dim for dim, key in enumerate(keys_by_dim(keys, samples.dim())) if isinstance(key, Tensor)]
     return _whole(samples, op.shape_of(0), dims)[keys]
 
@@ -243,7 +259,7 @@ def _index_put(op: Operation) -> Samples:
     if op.saved("accumulate"):
         raise Unknown
     whole = torch.full(op.shape, NOBODY, device="cpu") if total is None else total.expand(op.shape).clone()
-    whole[saved_keys(op.node)] = NOBODY if put is None else put
+    whole[op.keys()] = NOBODY if put is None else put
     return None if total is None and put is None else compact(whole)
 
 
@@ -317,6 +333,7 @@ def _attention(op: Operation) -> Samples:
     if queries is not None and queries.shape[2] > 1:
         mask = getattr(op.node, "_saved_attn_mask", None)
         mask = getattr(op.node, "_saved_attn_bias", None) if mask is None else mask
+        op.refuse_values(mask)
         if mask is not None and _keeps_apart(mask, queries, keys):
             return queries
     if queries is keys:

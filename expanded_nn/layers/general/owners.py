@@ -11,6 +11,7 @@ Whole numbers, such as the index of a look-up, have no graph. Of a view of an ar
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from expanded_nn.common.batch import FOLDED, may_have_derivatives
 from expanded_nn.common.functions import functions
 from expanded_nn.common.modes import FunctionMode, unseen, version_of
+from expanded_nn.common.traced import beside_trace
+from expanded_nn.core import cost
 from expanded_nn.layers.general.mapped import tensors_of
 from expanded_nn.layers.general.operations import Known
 from expanded_nn.layers.general.samples import NOBODY, Memo, Samples, Unknown, compact, constant, together
@@ -38,14 +41,18 @@ class _Begin(torch.autograd.Function):
 
 
 class Owners:
-    """The samples of the tensors in one forward of a module."""
+    """The samples of the tensors in one forward of a module.
+
+    In a trace whose batch may have any size they are those of the call that is traced: the operations are the same.
+    """
 
     def __init__(self, batch: int, module: Any, memo: Memo) -> None:  # of the general rule
-        self.batch, self.module, self.memo = batch, module, memo
+        self.batch, self.module, self.memo = cost.usual_size(batch), module, memo
+        self.has_any_size = cost.is_symbol(batch)
         memo.begin()
         # the arguments that no graph tells of, each with its version and its samples
         self.without_graph: list[tuple[Tensor, int, Tensor]] = []
-        self.known = Known(batch, memo)
+        self.known = Known(self.batch, memo)
         self.anchor = torch.zeros((), requires_grad=True)
 
     def begin(self, arguments: Any, dims: Sequence[int | None]) -> Any:
@@ -63,11 +70,13 @@ class Owners:
                 self.without_graph.append((leaf, version_of(leaf), samples))
         return tree_unflatten(leaves, structure)
 
+    @beside_trace
     def _standing_in(self, x: Tensor, dim: int) -> Tensor:
         """The samples of a tensor that has them in order in a dimension, or is folded."""
-        times = x.shape[0] // self.batch if dim == FOLDED else 1
+        times = cost.usual_size(x.shape[0]) // self.batch if dim == FOLDED else 1
         return self.memo.of(_in_order, self.batch, times, max(dim, 0), x.dim(), x.device)
 
+    @beside_trace
     def refuse_others_places(self, result: Any, dims: Sequence[int]) -> None:
         """Raises unless the samples stand in `dims` of the tensors that are returned, in order."""
         for x, dim in zip(tensors_of(result), dims, strict=True):
@@ -95,6 +104,7 @@ class Owners:
         whole = x if x._base is None else x._base
         return any(whole is buffer for buffer in self.module.buffers())
 
+    @beside_trace
     def of(self, x: Tensor) -> Samples:
         """The samples of a tensor; `None` if it requires no gradient, so that they are not known.
 
@@ -116,9 +126,9 @@ class Owners:
                 return samples
             is_view = x.dtype == argument.dtype and x.untyped_storage()._cdata == argument.untyped_storage()._cdata
             if is_view and x.numel() and version_of(argument) == version:
-                start = x.storage_offset() - argument.storage_offset()
-                places = argument.shape, argument.stride(), x.shape, x.stride(), start
-                return self.memo.of(_of_view, samples, *places)
+                start: Any = x.storage_offset() - argument.storage_offset()
+                places = argument.shape, argument.stride(), x.shape, x.stride()
+                return self.memo.of(_of_view, samples, *map(_usual, places), cost.usual_size(start))
         return None
 
     def of_rows(self, x: Tensor) -> Arrangement | None:
@@ -126,19 +136,47 @@ class Owners:
         samples = self.of(x)
         return None if samples is None else self.arranged(samples, x.shape[0])
 
+    @beside_trace
     def arranged(self, samples: Tensor, count: int) -> Arrangement:
         """The same for so many rows whose samples are known.
 
         Raises:
             Unknown: If a row is of several samples, or of none.
         """
-        return self.memo.of(_arranged, samples, count, self.batch)
+        return self._of_this_size(self.memo.of(_arranged, samples, cost.usual_size(count), self.batch))
+
+    def _of_this_size(self, arrangement: Arrangement) -> Arrangement:
+        """Raises where batches of other sizes are arranged in a way that this one does not tell."""
+        if self.has_any_size and arrangement.length is None:
+            raise Unknown
+        return arrangement
+
+    @beside_trace
+    def one_by_one(self, samples: Tensor, shape: Sequence[int]) -> Arrangement:
+        """The same for the numbers of a tensor of such a shape, as if each were a row."""
+        return self._of_this_size(self.memo.of(_one_by_one, samples, _usual(shape), self.batch))
+
+    @beside_trace
+    def together(self, operands: Sequence[Tensor], dims: int, along: Sequence[int] = ()) -> Samples:
+        """The samples of what is computed number by number from tensors; `along` some dimensions from all numbers."""
+        found = (self.of(x) for x in operands)
+        return together([x if x is None else constant(x, along) for x in found], dims, self.memo)
+
+    @beside_trace
+    def note_like(self, y: Tensor, samples: Tensor, dims: Sequence[int]) -> None:
+        """Notes the samples of a tensor, those of another one in a view of such a shape."""
+        self.note(y, samples if samples.shape == (*dims,) else self.memo.of(Tensor.reshape, samples, (*dims,)))
 
 
 def _in_order(batch: int, times: int, dim: int, dims: int, device: torch.device) -> Tensor:
     """The samples of a tensor that has each of them `times` times in dimension `dim`, one after the other."""
     rows = torch.arange(batch, device=device).repeat_interleave(times)
     return rows.view(*[1] * dim, -1, *[1] * (dims - 1 - dim))
+
+
+def _usual(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Sizes or strides, those of the call that is traced for symbols."""
+    return tuple(map(cost.usual_size, sizes))
 
 
 def _of_view(
@@ -164,6 +202,10 @@ def _of_view(
 def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
     """How many places in memory there are from the first number of a tensor to its last one."""
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+
+def _one_by_one(samples: Tensor, shape: Sequence[int], batch: int) -> Arrangement:
+    return _arranged(samples.expand(shape).flatten(), prod(shape), batch)
 
 
 def _arranged(samples: Tensor, count: int, batch: int) -> Arrangement:
@@ -199,15 +241,24 @@ class Arrangement:
         values: Tensor,  # (B, *shape)
     ) -> Tensor:  # (n, *shape)
         """Each row's own value."""
-        return values.index_select(0, self.owner)
+        if self.length is None:
+            return values.index_select(0, self.owner)
+        return values[:, None].expand(-1, self.length, *values.shape[1:]).flatten(0, 1)
+
+    @beside_trace
+    def is_like(self, other: Arrangement) -> bool:
+        """Whether as many rows belong to the same samples."""
+        return torch.equal(self.owner, other.owner)
 
     def padded(
         self,
         x: Tensor,  # (n, ...)
     ) -> Tensor:  # (B, T, ...)
         """The rows of each sample, and zeros behind them."""
-        if self.length is not None:
-            return x.reshape(self.batch, self.length, *x.shape[1:])
+        if self.length:
+            return x.reshape(-1, self.length, *x.shape[1:])  # B may be a symbol
+        if self.length == 0:
+            return x.reshape(self.batch, 0, *x.shape[1:])
         slots, longest = self.slots()
         rows = x.new_zeros(self.batch * longest, *x.shape[1:]).index_copy_(0, slots, x)
         return rows.view(self.batch, longest, *x.shape[1:])
@@ -220,6 +271,7 @@ class Arrangement:
         y = y.flatten(0, 1)
         return y if self.length is not None else y.index_select(0, self.slots()[0])
 
+    @beside_trace
     def slots(self) -> tuple[Tensor, int]:
         """The place of each row in a padded tensor `(B * T, *)`, `(n,)`; and T."""
         if self._slots is None:

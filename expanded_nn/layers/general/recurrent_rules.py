@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from expanded_nn.core import cost
 from expanded_nn.layers.general.batched import Batched, Rule, Run, is_own, known, refuse_unless, run_of
 from expanded_nn.layers.general.folded import linear_of_rows
 from expanded_nn.layers.general.folded_rules import as_arranged
@@ -70,10 +71,11 @@ def _of_sequences(states: Any, arrangement: Arrangement, run: Run) -> Tensor:  #
     """The first states of each sequence; zeros and other constants belong to the samples as the input does."""
     refuse_unless(isinstance(states, Tensor) and states.dim() == 3)
     if is_own(states):  # learned, and repeated for the sequences
+        refuse_unless(not cost.is_symbol(run.batch))
         sequences = torch.arange(len(arrangement.owner), device=arrangement.owner.device)
         return states.value[arrangement.owner, :, sequences].transpose(0, 1)  # type: ignore[no-any-return]
     own = run.arranged(states.transpose(0, 1))
-    refuse_unless(own is None or torch.equal(own.owner, arrangement.owner))
+    refuse_unless(own is None or own.is_like(arrangement))
     return states  # type: ignore[no-any-return]
 
 

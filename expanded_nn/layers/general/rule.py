@@ -28,7 +28,8 @@ from expanded_nn.common.meanwhile import meanwhile
 from expanded_nn.common.modes import running_backward, uncounted, unseen
 from expanded_nn.common.rounding import near
 from expanded_nn.common.steady import RandomStates, Undo
-from expanded_nn.common.traced import is_traced, refuse_values, wait_for_values
+from expanded_nn.common.traced import TraceError, is_traced, refuse_values, wait_for_values
+from expanded_nn.core import cost
 from expanded_nn.layers.general.called import Called, called, once_per_sample
 from expanded_nn.layers.general.left import close, put_in_place
 from expanded_nn.layers.general.mapped import NOT_OF_THE_FORWARD, Mapper, left_together, tensors_of
@@ -233,7 +234,10 @@ class General(Expanded):
                 how = "one by one, in a loop"
             elif FOLDED in call.dims:
                 how = "with several rows of each in an argument"
-            refuse_values(f"the samples go through {self.qualified_name} {how}")
+            reason = f"the samples go through {self.qualified_name} {how}"
+            if cost.is_symbol(call.batch):  # with a size of its own it may run on the whole batch
+                raise TraceError(reason)
+            refuse_values(reason)
         if mapper.guests:  # there is no plain forward to compare with
             mapper.counts = True
             return mapper(call.leaves, thorough=False).result()

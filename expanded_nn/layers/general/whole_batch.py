@@ -39,6 +39,7 @@ class WholeBatch:
     def __init__(self, module: Any, call: Called) -> None:
         self.module, self.call, self.told = module, call, module._told
         self.was_in_vain = False  # whether the forward has run, and its result was not taken
+        self.has_failed = False  # whether it has run and could not come to an end
 
     def result(self) -> Any:
         """What it gives, at some calls only if a sample gives the same alone; else `NotImplemented`."""
@@ -101,8 +102,10 @@ class WholeBatch:
         ways = self.told.ways.get(kind, Ways())
         if ways.known and (result := self.by_known_way(ways)) is not NotImplemented:
             return result
-        if running_backward() >= 0 or cost.is_symbol(self.call.batch):
-            return NotImplemented  # a checkpoint's forward that is computed again learns nothing, nor one without sizes
+        if running_backward() >= 0 or cost.is_symbol(self.call.batch) or (is_traced() and self.has_failed):
+            # a checkpoint's forward that is computed again learns nothing, nor one without sizes, or without the values
+            # that tell whose its rows are
+            return NotImplemented
         wait_for_values("a module of the general rule is tried on the whole batch first")
         verdict, way = self.judged(hooks=ways.hooks) if ways.trials_left else (Verdict.WRONG, None)
         ways = ways.after(verdict, way, self.told.compared.get(self.call.kind))
@@ -119,6 +122,7 @@ class WholeBatch:
         before = Undo([*modules_in(self.module)]) if told.leaves_something and not is_traced() else None
         with nullcontext() if before is None else before.updates:
             result, way = self.attempt(self.call.args, self.call.kwargs)
+        self.has_failed = way is None
         if (found := ways.found(way)) is None:
             if before is not None:
                 before.put_back()  # what it has counted, drawn and kept, as another forward follows
