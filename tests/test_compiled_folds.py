@@ -24,6 +24,7 @@ from test_folded import (
     LettersFirst,
     Mixture,
     OutOfOrder,
+    Packed,
     Patches,
     Sequences,
     Slopes,
@@ -119,10 +120,13 @@ def test_letters_first(whole: Callable[[], set[str]]) -> None:
 
 
 def test_rows_that_values_choose_run_eagerly() -> None:
-    with pytest.warns(
-        enn.PerSampleWarning, match="runs eagerly, as the samples go through Mixture one by one, in a loop"
-    ):
+    with pytest.warns(enn.PerSampleWarning, match="runs eagerly, as values tell to which sample each row in Mixture"):
         follows(partial(Mixture, WithBiases()), of_size(T, D, sizes=(B, B, B)), least=0, most=0)
+
+
+def test_packed_sequences_run_eagerly() -> None:
+    with pytest.warns(enn.PerSampleWarning, match="runs eagerly, as values tell to which sample each row in Packed"):
+        follows(lambda: Packed(nn.GRU(D, 3)), of_size(6, T, D, sizes=(B, B, B)), least=0, most=0)
 
 
 class Turned(nn.Module):

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.utils.rnn import pack_padded_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 import expanded_nn as enn
@@ -22,6 +22,7 @@ from expanded_nn.layers.general.alone import Alone
 from expanded_nn.layers.general.batched import RULES, NotInTable, Run
 from expanded_nn.layers.general.owners import Owners, Writes
 from expanded_nn.layers.general.samples import NOBODY, Memo, Unknown
+from expanded_nn.layers.recurrent.steps import Steps
 from expanded_nn.modules.registry import EXPANDED
 from oracle import (
     Call,
@@ -846,22 +847,59 @@ def test_recurrent_layers_over_some_sequences(layer: Callable[[], nn.RNNBase], f
 
 
 class Packed(Sequences):
-    """The graph does not tell whose packed steps are."""
+    """The same over sequences of different lengths."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        lengths = torch.tensor([2, T, 3, 1, 4, T]).repeat(x.shape[0])[: x.shape[0] * x.shape[1]]
-        packed = pack_padded_sequence(x.flatten(0, 1), lengths, batch_first=True, enforce_sorted=False)
-        return self.layer(packed)[1][0][-1].unflatten(0, x.shape[:2])  # type: ignore[no-any-return]
+    lengths = (2, T, 3, 1, 4, T)
+    sorts = False
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, n, T, D)
+        rows, is_batch_first = x.flatten(0, 1), self.layer.batch_first
+        lengths = torch.tensor(self.lengths).repeat(len(rows))[: len(rows)]
+        if self.sorts:
+            lengths = lengths.sort(descending=True).values
+        padded = rows if is_batch_first else rows.transpose(0, 1)
+        packed = pack_padded_sequence(padded, lengths, batch_first=is_batch_first, enforce_sorted=self.sorts)
+        packed, states = self.layer(packed, self.first_states(rows))
+        y, _ = pad_packed_sequence(packed, is_batch_first, padding_value=0.5, total_length=T)
+        states = states if isinstance(states, tuple) else (states,)
+        steps_first = [y.transpose(0, 1) if is_batch_first else y, *states]
+        return torch.cat([part.transpose(0, 1).flatten(1) for part in steps_first], 1).unflatten(0, x.shape[:2])
 
 
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [(Sequences, r"Here it can, as comparisons have found\."), (Packed, r"Steps take longer, unless comparisons in ")],
-)
-def test_the_warning_says_whether_the_whole_batch_can_run(kind: type[Sequences], words: str) -> None:
-    module = built(kind(nn.LSTM(D, 3, batch_first=True)), around=False)
-    with pytest.warns(enn.PerSampleWarning, match=f"runs sample by sample from now on, in a loop, .*{words}"):
-        assert_right(module, *of_sequences(6))
+class SortedPacked(Packed):
+    sorts = True
+
+
+class EquallyPacked(Packed):
+    lengths = (T,)
+
+
+@pytest.mark.parametrize("first", ["zeros", "learned", "computed"])
+@pytest.mark.parametrize("objective", [total_loss, gradient_penalty])
+@pytest.mark.parametrize("layer", RECURRENT.values(), ids=RECURRENT)
+def test_packed_sequences(layer: Callable[[], nn.RNNBase], objective: Any, first: str) -> None:
+    module = built(Packed(layer(), first), around=False)
+    assert runs_whole(assert_right(module, *of_sequences(6), objective=objective))
+
+
+@pytest.mark.parametrize("kind", [SortedPacked, EquallyPacked])
+def test_other_packed_sequences(kind: type[Packed]) -> None:
+    samples = 1 if kind is SortedPacked else B  # of whom one at a time has them in the same order
+    module = built(kind(nn.LSTM(D, 3, 2, bidirectional=True)), around=False)
+    inputs = [Call((values(samples, 6, T, D, seed=seed),)) for seed in range(3)]
+    assert runs_whole(assert_right(module, *inputs, samples=samples))
+
+
+def test_steps_of_several_samples_are_no_sequence() -> None:
+    known_by, x = Owners(B, nn.Module(), Memo()), values(B, 2, D)
+    (x,) = known_by.begin((x,), [0])
+    sizes = torch.tensor([B, B])
+    apart, mixed = x.transpose(0, 1).flatten(0, 1), torch.cat([x[:, 0], x[:, 1].flip(0)])
+    of_steps, of_sequences = known_by.of_sequences(apart, Steps.of_packed(PackedSequence(apart, sizes)))
+    assert of_steps.owner.tolist() == [*range(B), *range(B)]
+    assert of_sequences.owner.tolist() == [*range(B)]
+    with pytest.raises(Unknown):
+        known_by.of_sequences(mixed, Steps.of_packed(PackedSequence(mixed, sizes)))
 
 
 class Characters(nn.Module):
@@ -927,6 +965,19 @@ def test_folded_indices_with_the_letters_first(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("of_letters", [first_clamped, lambda x: x.flip(1).flatten(0, 1)], ids=["changed", "turned"])
 def test_copies_of_indices_do_not_tell_whose_they_are(of_letters: Callable[[Tensor], Tensor]) -> None:
     assert not runs_whole(assert_right(built(Characters(of_letters), around=False), *of_words()))
+
+
+@pytest.mark.parametrize(
+    ("of_letters", "words"),
+    [
+        ("flattened", r"Here it can, as comparisons have found\."),
+        ("turned", r"Steps take longer, unless comparisons in "),
+    ],
+)
+def test_the_warning_says_whether_the_whole_batch_can_run(of_letters: str, words: str) -> None:
+    module = built(Characters({**OF_LETTERS, "turned": lambda x: x.flip(1).flatten(0, 1)}[of_letters]), around=False)
+    with pytest.warns(enn.PerSampleWarning, match=f"runs sample by sample from now on, in a loop, .*{words}"):
+        assert_right(module, *of_words())
 
 
 class Masked(nn.Module):

@@ -307,6 +307,13 @@ def _cat(parts: Sequence[Tensor], sizes: Sequence[int], dim: int) -> Tensor:
     )
 
 
+def _packed(op: Operation, samples: Tensor) -> Tensor:
+    """The steps of sequences, one after the other: at each step those sequences that have it."""
+    dim = 0 if op.saved("batch_first") else 1
+    owner = _whole(op.constant(samples, [1 - dim, 2]), op.shape_of(0), [dim]).flatten()
+    return torch.cat([owner[:size] for size in op.saved("result1").tolist()]).unsqueeze(-1)
+
+
 def _product(op: Operation) -> Samples:
     """Of matrices: the samples are the same along the dimensions that are multiplied and added up."""
     left, right = op.all_samples()[-2:]
@@ -412,6 +419,7 @@ NODE_RULES: dict[str, Rule] = {
     ),
     "Index": _by_values(_of_first(_index)),
     "IndexSelect": _by_values(_of_first(_index_selected)),
+    "PackPaddedSequence": _by_values(_of_first(_packed)),
     "Gather": _of_first(_gather),
     "IndexAdd": _index_add,
     "Scatter": _scatter,

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from expanded_nn.common.batch import FOLDED, may_have_derivatives
@@ -26,6 +27,7 @@ from expanded_nn.core import cost
 from expanded_nn.layers.general.mapped import tensors_of
 from expanded_nn.layers.general.operations import Known
 from expanded_nn.layers.general.samples import NOBODY, Memo, Samples, Unknown, compact, constant, together
+from expanded_nn.layers.recurrent.steps import Steps
 
 
 class _Begin(torch.autograd.Function):
@@ -162,6 +164,18 @@ class Owners:
         found = (self.of(x) for x in operands)
         return together([x if x is None else constant(x, along) for x in found], dims, self.memo)
 
+    def of_sequences(self, data: Tensor, steps: Steps) -> tuple[Arrangement, Arrangement]:
+        """How the steps of packed sequences `(N, features)` belong to the samples, and how the sequences do.
+
+        Raises:
+            Unknown: If nothing tells, or a sequence has steps of several samples.
+        """
+        of_steps = self.of_rows(data)
+        if of_steps is None or not torch.equal(of_steps.owner, of_steps.owner[: steps.batch][steps.sequences]):
+            raise Unknown
+        samples = self.memo.same(of_steps.owner[: steps.batch].unsqueeze(-1))
+        return of_steps, self.arranged(cast(Tensor, samples), steps.batch)
+
     @beside_trace
     def note_like(self, y: Tensor, samples: Tensor, dims: Sequence[int]) -> None:
         """Notes the samples of a tensor, those of another one in a view of such a shape."""
@@ -293,11 +307,22 @@ class Writes(FunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not torch.is_grad_enabled():
             return func(*args, **(kwargs or {}))
+        if func is torch._pad_packed_sequence and not kwargs:
+            return self._padded(*args)
         with unseen():
             written = None if kwargs else self._written(func, *args)
         result = func(*args, **(kwargs or {}))
         if written is not None:
             self.owners.note(*written)
+        return result
+
+    def _padded(self, data: Tensor, sizes: Tensor, batch_first: Any, *args: Any) -> Any:
+        """Pads packed sequences, which writes the steps into a tensor one by one."""
+        result = torch._pad_packed_sequence(data, sizes, batch_first, *args)
+        with unseen():
+            if self.owners.of(data) is not None:
+                _, of_sequences = self.owners.of_sequences(data, Steps.of_packed(PackedSequence(data, sizes)))
+                self.owners.note_like(result[0], of_sequences.owner, (-1, 1, 1) if batch_first else (1, -1, 1))
         return result
 
     def _written(self, func: Any, *args: Any) -> tuple[Tensor, Samples] | None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from expanded_nn.core import cost
 from expanded_nn.layers.general.batched import Batched, Rule, Run, is_own, known, refuse_unless, run_of
@@ -45,24 +46,33 @@ def _linear_of_states(func: Any, h: Tensor, weight: Batched, bias: Batched | Non
 
 
 def _layers(recurrence: Recurrence) -> Rule:
-    """For layers over sequences of equal length, of which a sample may have several."""
+    """For layers over sequences, of which a sample may have several."""
 
     def rule(func: Any, args: Any, kwargs: Any) -> Any:
-        refuse_unless(not kwargs and len(args) == 9 and type(args[3]) is bool)  # a packed sequence has sizes as well
-        x, states, own, has_biases, layers, dropout, training, bidirectional, batch_first = args
+        refuse_unless(not kwargs and len(args) == 9)
+        is_packed = type(args[3]) is not bool
+        x, sizes, states, own, *options = args if is_packed else (args[0], None, *args[1:])
+        has_biases, layers, dropout, training, bidirectional, *batch_first = options
         refuse_unless(isinstance(x, Tensor) and not is_own(x) and all(map(is_own, own)))
-        run, directions = run_of(own), 2 if bidirectional else 1
-        arrangement = known(run.arranged(x if batch_first else x.transpose(0, 1)))
+        run, directions, is_batch_first = run_of(own), 2 if bidirectional else 1, batch_first == [True]
+        if is_packed:
+            steps = Steps.of_packed(PackedSequence(x, sizes))
+            of_steps, arrangement = known(run.owners).of_sequences(x, steps)
+        else:
+            arrangement = known(run.arranged(x if is_batch_first else x.transpose(0, 1)))
+            x = x.transpose(0, 1) if is_batch_first else x
+            steps = Steps.of(x)
         states = states if isinstance(recurrence, Lstm) else [states]
         initial = [_of_sequences(state, arrangement, run) for state in states]
         run.note(func, whole=True)
-        x = x.transpose(0, 1) if batch_first else x
         weights = _weights([parameter.value for parameter in own], layers * directions, has_biases=has_biases)
         dropout = dropout if training else 0.0
-        y, *last = stacked(recurrence, Steps.of(x), x, initial, weights, directions, dropout, arrangement)
-        y = as_arranged(run, y.transpose(0, 1), arrangement)
+        y, *last = stacked(recurrence, steps, x, initial, weights, directions, dropout, arrangement)
         last = [as_arranged(run, torch.stack(of_layers, 1), arrangement).transpose(0, 1) for of_layers in last]
-        return y if batch_first else y.transpose(0, 1), *last
+        if is_packed:
+            return as_arranged(run, y, of_steps), *last
+        y = as_arranged(run, y.transpose(0, 1), arrangement)
+        return y if is_batch_first else y.transpose(0, 1), *last
 
     return rule
 

@@ -229,12 +229,7 @@ class General(Expanded):
         # another value may lead the forward another way, or tell that rows are another sample's: compared at each call
         by_values = self.goes_in_a_loop() or FOLDED in call.dims or call.kind in told.failed
         if by_values:
-            how = "alone, as on the whole batch they have given something else"
-            if self.goes_in_a_loop():
-                how = "one by one, in a loop"
-            elif FOLDED in call.dims:
-                how = "with several rows of each in an argument"
-            reason = f"the samples go through {self.qualified_name} {how}"
+            reason = self._why_by_values(call)
             if cost.is_symbol(call.batch):  # with a size of its own it may run on the whole batch
                 raise TraceError(reason)
             refuse_values(reason)
@@ -265,6 +260,17 @@ class General(Expanded):
         if not compared.alike:
             self._refuse_square(call.inputs[1:], call.batch)
         return mapped.with_samples_in(compared.dims).laid_out(compared.orders).result()
+
+    def _why_by_values(self, call: Called) -> str:
+        """Why a graph cannot have what this call does."""
+        if self._alone and any(ways.known for ways in self._told.ways.values()):
+            return f"values tell to which sample each row in {self.qualified_name} belongs"
+        how = "alone, as on the whole batch they have given something else"
+        if self.goes_in_a_loop():
+            how = "one by one, in a loop"
+        elif FOLDED in call.dims:
+            how = "with several rows of each in an argument"
+        return f"the samples go through {self.qualified_name} {how}"
 
     def _in_another_way(self, call: Called, before: Undo | None) -> Any:
         """The same, once the forward has gone another way than those that were compared."""

@@ -57,6 +57,11 @@ class Steps:
         lengths = (self.packed[:, None] > torch.arange(self.batch, device="cpu")).sum(0)
         return step, sequence, first, lengths
 
+    @property
+    def sequences(self) -> Tensor:
+        """For each entry of a flat tensor of a `PackedSequence` the number of its sequence."""
+        return self._of_steps[1].to(self.device)
+
     @cached_property
     def _places(self) -> Tensor:
         """For each entry of a flat tensor its place in `(B * T, features)`, samples in the user's order."""
