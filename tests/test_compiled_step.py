@@ -1434,6 +1434,26 @@ def test_random_numbers_within_a_backward_run_eagerly() -> None:
     assert model[0].weight.grad_sample.shape[0] == 4
 
 
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)[:, None, None]
+        return F.scaled_dot_product_attention(y, y, y, dropout_p=0.5 if self.training else 0.0)[:, 0, 0]
+
+
+def test_fused_attention_without_dropout_draws_nothing() -> None:
+    """Torch marks it as an operation that draws, whatever its dropout is."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8), Attends().eval(), nn.Linear(8, 3))
+
+    compiled = law(build, checkpointed, samples(4, 4, 4))
+    assert not graphs(compiled)[0].draws
+
+
 def test_a_decorator() -> None:
     model = enn.convert(perceptron()).per_sample()
 

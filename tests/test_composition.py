@@ -6,10 +6,12 @@ model before and after a step (test_convert), passes (test_mechanism).
 """
 
 import copy
+import gc
 import pickle
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -272,6 +274,49 @@ def test_selective_checkpoint_of_more_than_a_layer() -> None:
     model = on(module)
     for _ in range(2):
         right(model, expected, call)
+
+
+class Blocks(nn.Module):
+    """Each block is a checkpoint of its own, as in most models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(0.0), nn.Linear(4, 4)) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+def test_a_checkpoint_of_a_block_leaves_nothing_behind() -> None:
+    """Neither in cycles, which wait for the garbage collector, nor behind nodes that hold each other for ever."""
+    model, made = on(Blocks().double()), []
+    for layer in model.modules():
+        layer.register_forward_hook(lambda layer, args, y: made.append(weakref.ref(y)))
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            made.clear()
+            model.zero_grad()
+            model(torch.randn(SAMPLES, 4, dtype=torch.float64)).square().sum().backward()
+            assert len(made) > 8
+            assert not [y for y in made if y() is not None]
+    finally:
+        gc.enable()
+
+
+def test_a_checkpoint_of_a_block_is_computed_once_more() -> None:
+    model, calls = on(Blocks().double()), []
+    model.blocks[0][0].register_forward_pre_hook(lambda *_: calls.append(torch._C._current_graph_task_id() >= 0))
+    for _ in range(3):
+        calls.clear()
+        model.zero_grad()
+        model(torch.randn(SAMPLES, 4, dtype=torch.float64)).square().sum().backward()
+    assert calls.count(True) == 1
 
 
 class Passing(TorchDispatchMode):

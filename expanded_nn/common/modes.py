@@ -122,7 +122,7 @@ def is_of_checkpoint(error: BaseException) -> bool:
 @contextmanager
 def uncounted() -> Iterator[None]:
     """Keeps what autograd saves meanwhile from the checkpoint around, which counts it; and the operations."""
-    saving = nullcontext() if checkpoint_hooks() is None else saved_tensors_hooks(_as_it_is, _as_it_is)
+    saving = nullcontext() if checkpoint_hooks() is None else saved_tensors_hooks(_without_history, _as_it_is)
     with saving, WithoutSelection():
         yield
 
@@ -168,6 +168,12 @@ def is_selective() -> bool:
 
 def _selects(mode: TorchDispatchMode) -> bool:
     return any(base.__module__ == checkpoint.__name__ for base in type(mode).__mro__)
+
+
+def _without_history(tensor: Tensor) -> Tensor:
+    """What a hook may pack: a result whose node holds it by a hook would hold that node for ever."""
+    with unseen():
+        return tensor.detach()
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:

@@ -74,7 +74,7 @@ class Operations(TorchDispatchMode):
             elif _has_values(args[0]):
                 raise OnlyEager(_number_of_tensor())
             return value
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if _draws(func, args, kwargs):
             self.draws = True
             if running_backward() >= 0:
                 raise OnlyEager("it draws random numbers within a backward, as a checkpoint around a dropout does")
@@ -136,6 +136,15 @@ class Operations(TorchDispatchMode):
     def living(self) -> list[Tensor]:
         """The tensors that are there still."""
         return [tensor for tensor in (ref() for ref, _ in self.tensors) if tensor is not None]
+
+
+def _draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether an operation draws random numbers; fused attention does with dropout alone."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return "dropout_p" not in names or bool(given.get("dropout_p", 0.0))
 
 
 def _is_fake(tensor: Tensor) -> bool:

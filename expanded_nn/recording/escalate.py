@@ -94,6 +94,7 @@ class Escalation:
             with uncounted():
                 self._result_of(attempts, args, kwargs, state)
             state.restore()
+            self.proven.add(kind)  # now, as the checkpoint may end the forward that follows early
         result = self._result_of(attempts, args, kwargs, state)
         attempts.warn(rolled_back=state is not None)
         self.proven.add(kind)
@@ -121,6 +122,7 @@ class Escalation:
                 final = attempts.send_another_module(error)
                 if final is error and not isinstance(error, PerSampleError):  # the user's own, which leaves what it has
                     attempts.undo()
+                    del final  # or else this frame and the error hold each other, and all that the forward has computed
                     raise
                 may_start_over = (
                     checkpoint_hooks() is None and _is_plain(args, kwargs) if state is None else state.restore()
