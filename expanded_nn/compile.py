@@ -22,7 +22,7 @@ from expanded_nn.common.traced import FirstEager, LookFirst, OnlyEager, TraceErr
 from expanded_nn.compiling.backends import Backend, CompilerError, backend_of, draws_alike
 from expanded_nn.compiling.called import Called, Code
 from expanded_nn.compiling.comparison import run_beside
-from expanded_nn.compiling.families import Family, Former, LastCall, Met, is_gone
+from expanded_nn.compiling.families import Family, Former, LastCall, Met, Shapes, is_gone
 from expanded_nn.compiling.kinds import Call, of_models, of_surroundings
 from expanded_nn.compiling.looks import StepValues
 from expanded_nn.compiling.replay import ArgumentDim, Graph
@@ -349,7 +349,7 @@ class Graphs:
 
     def _graph(self, kind: Hashable, family: Family, call: Call) -> tuple[Family, Graph | None]:
         """The graph for a call, a new one if need be, `None` if there is none; and the family that it is of."""
-        if family.is_eager:
+        if family.is_eager or call.shapes in family.without_graph:
             return family, None
         if not family.by_gradients:
             graph = family.find(call.shapes)
@@ -384,7 +384,7 @@ class Graphs:
             with _ONE_AT_A_TIME:
                 traced, graph = self._compiled(family, call)
         except OnlyEager as reason:
-            self._give_up(family, str(reason))
+            self._give_up(family, str(reason), call.shapes)
             return None
         except FirstEager as reason:
             self._fault(family, str(reason))
@@ -483,7 +483,12 @@ class Graphs:
         if family.faults >= MOST_FAULTS:
             self._give_up(family, reason)
 
-    def _give_up(self, family: Family, reason: str) -> None:
+    def _give_up(self, family: Family, reason: str, shapes: Shapes | None = None) -> None:
+        """Runs such calls eagerly for good; only those of some shapes, if these have no graph and others have one."""
+        if shapes is not None and family.graphs:
+            family.without_graph.add(shapes)
+            self._warn_of_eager(f"{reason} (other sizes have graphs)")
+            return
         family.is_eager = True
         family.drop_graphs()
         self._warn_of_eager(reason)

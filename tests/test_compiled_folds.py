@@ -120,12 +120,16 @@ def test_letters_first(whole: Callable[[], set[str]]) -> None:
 
 
 def test_rows_that_values_choose_run_eagerly() -> None:
-    with pytest.warns(enn.PerSampleWarning, match="runs eagerly, as values tell to which sample each row in Mixture"):
+    with pytest.warns(
+        enn.PerSampleWarning, match="runs eagerly, as what Mixture does with the whole batch depends on values"
+    ):
         follows(partial(Mixture, WithBiases()), of_size(T, D, sizes=(B, B, B)), least=0, most=0)
 
 
 def test_packed_sequences_run_eagerly() -> None:
-    with pytest.warns(enn.PerSampleWarning, match="runs eagerly, as values tell to which sample each row in Packed"):
+    with pytest.warns(
+        enn.PerSampleWarning, match="runs eagerly, as what Packed does with the whole batch depends on values"
+    ):
         follows(lambda: Packed(nn.GRU(D, 3)), of_size(6, T, D, sizes=(B, B, B)), least=0, most=0)
 
 

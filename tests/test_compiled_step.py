@@ -395,7 +395,7 @@ class Branches(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:.*runs sample by sample")
 def test_a_module_that_samples_go_through_one_by_one() -> None:
-    with pytest.warns(enn.PerSampleWarning, match=r"runs eagerly, as the samples go through 1 \(Branches\) one by one"):
+    with pytest.warns(enn.PerSampleWarning, match=r"runs eagerly, as what 1 \(Branches\) does with the whole"):
         law(lambda: nn.Sequential(nn.Linear(8, 3), Branches()), classified, samples(4, 4, 4), least=0)
 
 
@@ -469,6 +469,41 @@ class RelativeBias(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         bias = self.table[self.index.view(-1)].view(4, 4)  # type: ignore[operator]
         return (x @ x.mT + bias).softmax(-1) @ x
+
+
+def test_a_size_without_a_graph_leaves_the_others_theirs() -> None:
+    generator = torch.Generator()
+
+    def step(model: nn.Module, x: Tensor, y: Tensor) -> Any:
+        if x.shape[0] == 2:
+            x = x * torch.rand(1, generator=generator.manual_seed(0))
+        return classified(model, x, y)
+
+    with pytest.warns(enn.PerSampleWarning, match=r"torch.Generator of its own \(other sizes have graphs\)"):
+        law(small, step, samples(4, 4, 4, 2, 2, 2, 4, 5))
+
+
+class Residual(nn.Module):
+    """A norm after what a parameter of its own, repeated for the samples, is added to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries, self.norm, self.layer = nn.Parameter(torch.rand(3, 8)), nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        queries = self.queries.unsqueeze(1).repeat(1, x.shape[0], 1).transpose(0, 1)
+        return self.norm(queries + self.layer(queries)).mean(1) + x
+
+
+def test_a_batch_of_one_through_a_function_that_vmap_does_not_follow() -> None:
+    law(lambda: nn.Sequential(Residual()), clipped, [(torch.randn(size, 8),) for size in (4, 4, 1, 1, 1, 5, 5)])
+
+
+def test_distributions_look_at_their_arguments() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return distributions.Normal(x, m.own.expand_as(x).exp()).log_prob(x.cos())
+
+    law(lambda: nn.Sequential(Beside(forward)), clipped, [(torch.randn(size, 4, 8),) for size in (3, 3, 5, 6)])
 
 
 def test_a_table_by_an_index() -> None:

@@ -47,6 +47,7 @@ class Family:
     varying: set[ArgumentDim] = field(default_factory=set)  # the dimensions that had different sizes
     has_fixed_sizes: bool = False  # whether each size takes a graph of its own, as there can be none for several
     is_eager: bool = False  # whether such calls run eagerly for good
+    without_graph: set[Shapes] = field(default_factory=set)  # the shapes of those that do, where others have graphs
     by_gradients: bool = False  # whether there is a family for each kind of gradients that are there before the call
     grads: Grads | None = None  # what these gradients are, if it is such a family
     is_thorough: bool = False  # whether its graphs assume less, at a cost, as an assumption of a usual one has failed
@@ -104,6 +105,7 @@ class Family:
     def drop_graphs(self) -> None:
         """Lets go of the graphs."""
         self.graphs.clear()
+        self.without_graph.clear()
         self.by_shapes = dict.fromkeys(self.by_shapes)
 
 

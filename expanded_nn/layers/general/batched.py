@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from expanded_nn.common.containers import flatten
 from expanded_nn.common.functions import WITHOUT_RULE, is_in_place
-from expanded_nn.common.modes import checkpoint_hooks, no_torch_function, unseen
+from expanded_nn.common.modes import checkpoint_hooks, is_batched, no_torch_function, unseen
 from expanded_nn.common.shared import is_shared, with_dims
 from expanded_nn.core import cost
 from expanded_nn.layers.general.derived import Derived
@@ -53,6 +53,9 @@ class _Reads(BetweenLayers):
         kwargs = kwargs or {}
         if func is torch.autograd.grad and checkpoint_hooks() is not None:
             raise NotInTable("a derivative within a checkpoint, which would compute the forward again for it")
+        if func is torch._is_all_true and not is_batched(args[0]):  # by which distributions look at their arguments
+            are_true = func(*args, **kwargs)
+            return True if bool(are_true) else are_true  # as in a trace: what is so always leads nowhere
         if func in READS:
             _RUNNING.runs[-1].way.append(func.__name__)
         elif func in JOINS:

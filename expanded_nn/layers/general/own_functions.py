@@ -131,7 +131,8 @@ class _Applied:
         self.result: tuple[list[Any], TreeSpec] | None = None  # that of the first sample
 
     def __call__(self, batch: int, in_dims: Sequence[int | None], leaves: Sequence[Any]) -> tuple[Any, Any]:
-        refuse_values(f"the samples go through the autograd Function {self.cls.__name__} one by one")
+        if batch != 1:
+            refuse_values(f"the samples go through the autograd Function {self.cls.__name__} one by one")
         pairs = list(zip(leaves, in_dims, strict=True))
         by_leaf = [[leaf] * batch if dim is None else list(leaf.unbind(dim)) for leaf, dim in pairs]
         is_shared = [dim is None or leaf.stride(dim) == 0 for leaf, dim in pairs]

@@ -264,7 +264,7 @@ class General(Expanded):
     def _why_by_values(self, call: Called) -> str:
         """Why a graph cannot have what this call does."""
         if self._alone and any(ways.known for ways in self._told.ways.values()):
-            return f"values tell to which sample each row in {self.qualified_name} belongs"
+            return f"what {self.qualified_name} does with the whole batch depends on values"
         how = "alone, as on the whole batch they have given something else"
         if self.goes_in_a_loop():
             how = "one by one, in a loop"
