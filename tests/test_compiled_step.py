@@ -499,6 +499,20 @@ def test_a_batch_of_one_through_a_function_that_vmap_does_not_follow() -> None:
     law(lambda: nn.Sequential(Residual()), clipped, [(torch.randn(size, 8),) for size in (4, 4, 1, 1, 1, 5, 5)])
 
 
+def test_the_ctc_loss_reads_lengths() -> None:
+    def step(model: nn.Module, x: Tensor, y: Tensor) -> Any:
+        scores, (counts, lengths) = (
+            model(x.unflatten(1, (4, 2))).log_softmax(-1).transpose(0, 1),
+            (y * 0 + 4, y * 0 + 1),
+        )
+        loss = F.ctc_loss(scores, y[:, None], counts, lengths, reduction="none").mean()
+        loss.backward()
+        return loss.detach(), enn.clip_grad_sample_norms_(model, 1.0)
+
+    with pytest.warns(enn.PerSampleWarning, match=r"as torch reads the lengths for the CTC loss in line \d+ of"):
+        law(lambda: nn.Sequential(nn.Linear(2, 4)), step, samples(4, 4, 4), least=0, most=0)
+
+
 def test_distributions_look_at_their_arguments() -> None:
     def forward(m: Any, x: Tensor) -> Tensor:
         return distributions.Normal(x, m.own.expand_as(x).exp()).log_prob(x.cos())

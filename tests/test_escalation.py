@@ -661,6 +661,58 @@ def test_a_fold_that_changes_with_the_input() -> None:
     assert len(said) == 1
 
 
+@pytest.mark.filterwarnings("ignore:.*runs sample by sample")
+@pytest.mark.parametrize("sizes", [(1, 4, 4), (1, 1, 2, 4), (2, 1, 4)])
+def test_a_first_batch_of_one(sizes: tuple[int, ...]) -> None:
+    """Layers refuse less of one sample. Forwards with a list cannot start over once they have been right."""
+
+    def forward(m: Any, crops: list[Tensor]) -> tuple[Tensor, ...]:
+        return m.head(torch.cat([m.part(x) for x in crops])).chunk(len(crops))  # type: ignore[no-any-return]
+
+    def loss(called: nn.Module, crops: list[Tensor]) -> Tensor:
+        return torch.cat(called(crops)).square().sum()
+
+    model = Does(forward, part=nn.Linear(D, D), head=nn.Linear(D, 2))
+    expanded = on(model)
+    for size in sizes:
+        crops = [torch.randn(size, D) for _ in range(2)]
+        expanded.zero_grad()
+        loss(expanded, crops).backward()
+        for i in range(size):
+            model.zero_grad()
+            loss(model, [x[i : i + 1] for x in crops]).backward()
+            for name, parameter in model.named_parameters():
+                assert_close(expanded.get_parameter(name).grad_sample[i], parameter.grad, name=name)
+
+
+def test_a_kind_of_call_that_fails_later_can_start_over_at_the_next_one() -> None:
+    def forward(m: Any, given: list[Any]) -> Tensor:
+        x, folds = given
+        return m.linear(x.flatten(0, folds)).unflatten(0, x.shape[: folds + 1])  # type: ignore[no-any-return]
+
+    model = on(Does(forward, linear=nn.Linear(D, D)))
+    model([torch.randn(B, T, D), 0]).sum().backward()
+    with pytest.raises(enn.PerSampleError, match="folded batch"):
+        model([torch.randn(B, T, D), 1])
+    with pytest.warns(enn.PerSampleWarning, match="runs sample by sample"):
+        model([torch.randn(B, T, D), 1])
+
+
+def test_a_module_whose_own_parameter_is_frozen_later() -> None:
+    """It uses a weight of a layer within, which the rule sees as long as it has a parameter of its own to train."""
+    module = Does(lambda m, x: F.linear(m.layer(x).sigmoid(), m.layer.weight.t(), m.shift), layer=nn.Linear(D, 2))
+    module.shift = nn.Parameter(torch.zeros(D))
+    model = on(module)
+    for frozen in (False, False, True, True, False):
+        model.shift.requires_grad_(not frozen)
+        model.zero_grad()
+        call = Call((torch.randn(B, T, D),))
+        total_loss(model, call).backward()
+        expected = loop(module, call, B)
+        assert_close(model.layer.weight.grad_sample, expected["layer.weight"])
+        assert (model.shift.grad is None) == frozen
+
+
 def test_many_parts_are_named_in_one_warning() -> None:
     parts = [Around(folded(linear=nn.Linear(D, D)), D) for _ in range(4)]
     for part in parts:

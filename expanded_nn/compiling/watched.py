@@ -33,6 +33,7 @@ READ = torch.ops.aten._local_scalar_dense.default
 _SHOWN = {Tensor.__repr__, Tensor.__format__, Tensor.numpy, Tensor.__array__, Tensor.tolist}
 _NUMBER = {Tensor.item, Tensor.__float__, Tensor.__int__, Tensor.__bool__, Tensor.__index__}
 _EQUAL = {torch.equal, Tensor.equal}
+_CTC = {torch.ctc_loss, torch.nn.functional.ctc_loss}
 _MAKES = {torch.tensor, torch.as_tensor, torch.asarray}
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _OF_GRAD = {cast(Any, Tensor.grad).__get__, cast(Any, Tensor.grad).__set__}
@@ -217,6 +218,8 @@ class Readings(FunctionMode):
             raise OnlyEager("it uses the number of per-sample gradients from before the call (clear them)")
         if func in _MAKES and args and any(map(_has_values, tree_leaves(args[0]))) and not _has_values(args[0]):
             raise OnlyEager(_number_of_tensor())
+        if func in _CTC and any(isinstance(x, FakeTensor) for x in _lengths(*args, **(kwargs or {}))):
+            raise OnlyEager(f"torch reads the lengths for the CTC loss in {text_of(line_of_user())}")
         if func is torch._is_all_true and is_traced() and _is_fake(args[0]):  # how torch.distributions look at values
             holds = args[0]
             while is_batched(holds):
@@ -251,6 +254,11 @@ class Readings(FunctionMode):
         self.grads.clear()
         self.hooked.clear()
         return others
+
+
+def _lengths(log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, *_: Any, **__: Any) -> Any:
+    """The lengths among the arguments of the CTC loss."""
+    return input_lengths, target_lengths
 
 
 def hooks_on(tensor: Tensor) -> set[int]:
@@ -358,6 +366,6 @@ def reading(line: tuple[str, int]) -> Exception:
         "enn.compile",
         f"the step reads a value of a tensor in {text_of(line)}",
         "a step that does the same operations whatever the values are",
-        "Use torch.where in place of an if, return the tensor and look at it after the step, or call the step "
-        "without enn.compile.",
+        "Use torch.where in place of an if or of an index by a mask, return the tensor and look at it after the step, "
+        "or call the step without enn.compile.",
     )

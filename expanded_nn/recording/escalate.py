@@ -54,8 +54,8 @@ class Escalation:
     Attributes:
         runs: Whether a forward runs that may start over.
         on_trial: The module that goes sample by sample for the first time.
-        proven: The kinds of forwards that have succeeded once. Nothing is kept of the state before these, as they will
-            not start over.
+        proven: The kinds of forwards that have succeeded once, and whether with several samples: layers refuse less of
+            one. Nothing is kept of the state before these, as they will not start over.
         known_copy_operations: Operations that treat all copies of a shared result as they treat one
             (`shared_results.py`), by shapes and arguments; and where the samples stand in each result.
         tables: What the model has had beside its buffers from the start.
@@ -67,7 +67,7 @@ class Escalation:
     def __init__(self) -> None:
         self.runs = False
         self.on_trial: Any = None
-        self.proven: set[Any] = set()
+        self.proven: dict[Any, bool] = {}
         self.known_copy_operations: dict[Any, list[Any]] = {}
         self.tables: list[Noted] = []
         self.has_loops = self.has_met = False
@@ -86,7 +86,12 @@ class Escalation:
         kind = (id(module), module.training, *map(type, args), *kinds)
         if not module._recorder.settings.escalate:
             return self._tried(module, args, kwargs)
-        state = None if kind in self.proven else StateBefore(module, (args, kwargs))
+        several = self.proven.get(kind)
+        if not several:
+            is_single = _samples_in(module, args, kwargs) == 1
+            state = None if several is False and is_single else StateBefore(module, (args, kwargs))
+        else:
+            is_single, state = False, None
         attempts = _Attempts(self, module)
         if state is not None and checkpoint_hooks() is not None:
             # A checkpoint counts the tensors that a forward saves, those of failed attempts, too. So the attempts are
@@ -94,10 +99,15 @@ class Escalation:
             with uncounted():
                 self._result_of(attempts, args, kwargs, state)
             state.restore()
-            self.proven.add(kind)  # now, as the checkpoint may end the forward that follows early
-        result = self._result_of(attempts, args, kwargs, state)
+            self.proven[kind] = not is_single  # now, as the checkpoint may end the forward that follows early
+        try:
+            result = self._result_of(attempts, args, kwargs, state)
+        except PerSampleError:
+            self.proven.pop(kind, None)  # so that the next call can start over
+            raise
         attempts.warn(rolled_back=state is not None)
-        self.proven.add(kind)
+        if not several:
+            self.proven[kind] = not is_single
         return result
 
     def _result_of(
@@ -149,9 +159,7 @@ class Escalation:
             if is_traced():
                 past.wait_for_first()
             else:
-                recorder = module._recorder
-                told = recorder.settings.batch_size if recorder.forward is None else recorder.forward.own_pass.batch
-                batch = module.samples_in(*args, **kwargs) if told is None else told
+                batch = _samples_in(module, args, kwargs)
         forward, refused, looked_at = partial(self._called, module), None, 0
         if batch is not None and past.are_due(batch) and (past.calls or not module.compares_first):
             halves = Halves(module, forward, (args, kwargs), batch, past.calls)
@@ -181,6 +189,13 @@ class Escalation:
             raise
         finally:
             self.runs = False
+
+
+def _samples_in(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """B, if anything tells it."""
+    recorder = module._recorder
+    told = recorder.settings.batch_size if recorder.forward is None else recorder.forward.own_pass.batch
+    return module.samples_in(*args, **kwargs) if told is None else told  # type: ignore[no-any-return]
 
 
 class _Attempts:

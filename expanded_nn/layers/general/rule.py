@@ -99,7 +99,12 @@ class General(Expanded):
     def _has_own_rows(self) -> bool:
         """Whether the module's own parameters ask for gradients, or its class was sent here as a whole."""
         own = any(parameter.requires_grad or parameter.dim() > rank for _, parameter, rank in self._own())
-        return own or self.always_converted or parametrize.is_parametrized(self)
+        return own or self.always_converted or parametrize.is_parametrized(self) or self._was_looked_at()
+
+    def _was_looked_at(self) -> bool:
+        """Whether it has gone through the rule, before its own parameters were frozen: it may use those within, too."""
+        is_known = self._trials is not None and bool(self._trials.compared)
+        return is_known and any(parameter.requires_grad for parameter in self.parameters())
 
     def _own(self) -> list[tuple[Slot, Tensor, int]]:
         """The parameters of its own, those in lists included: where they are, and their number of dimensions."""

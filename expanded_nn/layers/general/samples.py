@@ -13,6 +13,7 @@ from expanded_nn.core import cost
 
 Result = TypeVar("Result")
 Samples = Tensor | None  # of a tensor: an index of its shape, of size 1 where it is constant; `None` of what has none
+ENTRY = 64  # what an entry of a memo counts for, beside its numbers: a small tensor takes as much memory as so many
 NOBODY = -1  # in such an index: what is of no sample
 
 
@@ -45,7 +46,7 @@ class Memo:
         if found is NotImplemented:
             found = function(*args)
             found = self.found[key] = self.same(found) if isinstance(found, Tensor) else found
-            self.numel += sum(x.numel() for x in args if isinstance(x, Tensor)) + 16
+            self.numel += sum(x.numel() for x in args if isinstance(x, Tensor)) + ENTRY
         return cast(Result, found)
 
     def same(self, samples: Samples) -> Samples:
