@@ -481,9 +481,9 @@ def _may_be_positions(layer: IndexReader, index: Tensor) -> bool:
 def _is_buffer(layer: Reader, index: Tensor) -> bool:
     """Whether an index is a buffer of the model, or a view of one."""
     modules: Any = () if layer._recorder is None else layer._recorder.modules()
-    memory = index.untyped_storage().data_ptr()
+    memory = index.untyped_storage()._cdata
     buffers = (buffer for module in modules for buffer in module._buffers.values() if buffer is not None)
-    return any(buffer.untyped_storage().data_ptr() == memory for buffer in buffers)
+    return any(buffer.untyped_storage()._cdata == memory for buffer in buffers)
 
 
 def _refuse_other_batch(layer: Reader, index: Tensor, dim: int) -> None:

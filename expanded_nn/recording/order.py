@@ -100,7 +100,7 @@ class Order(FunctionMode):
         moved = self._scattered(*args, **kwargs) if func in places.SCATTERS else self._moved_by(move, func)
         result = call(*args, **kwargs)
         if self.copies.known:
-            self.copies.look_at(func, args, kwargs, result, are_samples=self._may_be_samples)
+            self.copies.look_at(func, args, kwargs, result, are_samples=self._seem_samples)
         if func is torch.stack and moved is None and not self.reasons((args, kwargs)):
             moved = self._stacked(result, *args, **kwargs)
         self.constants.follow(func, (args, kwargs), result)
@@ -464,10 +464,6 @@ class Order(FunctionMode):
     def _seem_samples(self, x: Tensor) -> bool:
         """`_are_samples`, or B rows that were computed from anything but constants, as those of frozen embeddings."""
         return self._are_samples(x) or id(x) not in self.constants.known
-
-    def _may_be_samples(self, x: Tensor) -> bool:
-        """`_are_samples`; within a `one_pass`, whose arguments nobody names, all that is no constant may be samples."""
-        return self._seem_samples(x) if self.recorder.forward.is_one_pass else self._are_samples(x)
 
     def _holds_samples(self, x: Tensor) -> bool:
         """Whether the rows of a tensor with B rows are the samples, in their order."""

@@ -302,6 +302,26 @@ def test_the_size_of_what_all_samples_share(compute: Callable[[Tensor, Tensor], 
             model(torch.randn(6, 2, 4))
 
 
+def test_frozen_words_beside_positions_that_are_trained() -> None:
+    """Nothing in the graph tells that words without gradients are samples, where positions, one copy each, meet them."""
+
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.places, self.layer = nn.Embedding(7, 4), nn.Embedding(9, 4), nn.Linear(4, 3)
+            self.words.requires_grad_(False)
+
+        def forward(self, index: Tensor) -> Tensor:
+            scores = self.layer((self.words(index) + self.places(torch.arange(5))).tanh())
+            return scores.view(-1, 3).log_softmax(-1).view(len(index), 5, 3)
+
+    model = enn.convert(Words()).per_sample(loss_reduction="sum")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for size in (6, 6, 4, 1, 3):
+            right(model, torch.randint(7, (size, 5)))
+
+
 def test_a_forward_is_compared_at_few_calls() -> None:
     calls = StringIO()  # a list would be as if there were no comparisons
 
