@@ -303,7 +303,7 @@ def test_the_size_of_what_all_samples_share(compute: Callable[[Tensor, Tensor], 
 
 
 def test_frozen_words_beside_positions_that_are_trained() -> None:
-    """Nothing in the graph tells that words without gradients are samples, where positions, one copy each, meet them."""
+    """No graph tells that words without gradients are samples, where positions, a copy for each, meet them."""
 
     class Words(nn.Module):
         def __init__(self) -> None:
