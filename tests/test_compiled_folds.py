@@ -21,6 +21,7 @@ from test_folded import (
     Characters,
     D,
     EachAlone,
+    Frames,
     LettersFirst,
     Mixture,
     OutOfOrder,
@@ -99,6 +100,11 @@ def test_other_folds(
     monkeypatch.setitem(EXPANDED, module, None)  # to be taken away again
     enn.alone(module)
     follows(module, of_size(*shape))
+    assert whole() == {"whole"}
+
+
+def test_a_part_for_the_rows_of_all_samples(whole: Callable[[], set[str]]) -> None:
+    follows(Frames, of_size(2, 4, 4))
     assert whole() == {"whole"}
 
 

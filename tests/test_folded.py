@@ -730,6 +730,35 @@ def test_other_folds(module: Any, shape: tuple[int, ...], monkeypatch: pytest.Mo
     assert runs_whole(assert_right(built(module(), around=False), *inputs))
 
 
+class Frames(nn.Module):
+    """A part for the frames of all films, which has no other parameters, and a recurrent layer over each film."""
+
+    def __init__(self, fold: Callable[[Tensor], Tensor] = lambda x: x.view(-1, 1, 4, 4)) -> None:
+        super().__init__()
+        self.part = nn.Sequential(nn.Conv2d(1, 3, 3), nn.GroupNorm(1, 3), nn.Tanh(), nn.Flatten(), nn.Linear(12, D))
+        self.film, self.fold = nn.GRU(D, 3, batch_first=True), fold
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, T, 4, 4)
+        return self.film(self.part(self.fold(x)).view(*x.shape[:2], D))[0]  # type: ignore[no-any-return]
+
+
+def of_films(*sizes: int) -> list[Call]:
+    return [Call((values(size, 2, 4, 4, seed=seed),)) for seed, size in enumerate(sizes)]
+
+
+def test_a_part_for_the_rows_of_all_samples() -> None:
+    model = assert_right(built(Frames(), around=False), *of_films(B, B, B))
+    assert folding(model) == [model.part]
+    assert runs_whole(model)
+
+
+def test_a_part_for_rows_of_a_slice_of_the_data() -> None:
+    data = values(9, 2, 4, 4)
+    model = assert_right(built(Frames(), around=False), *(Call((data[i : i + B],)) for i in (0, B, 5)))
+    assert folding(model) == [model.part]
+    assert runs_whole(model)
+
+
 class Slots(nn.Module):
     """A recurrent cell that each position goes through twice, as in slot attention; first without a state."""
 

@@ -483,7 +483,7 @@ def test_a_compiled_step_runs_eagerly() -> None:
         assert_close_rows(rows_of(model), expected)
 
     train(0)
-    with pytest.warns(enn.PerSampleWarning, match="several rows of each in an argument"):
+    with pytest.warns(enn.PerSampleWarning, match="what Reader does with the whole batch depends on values"):
         train(1)
     train(2)
 

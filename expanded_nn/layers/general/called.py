@@ -6,9 +6,10 @@ Arguments in objects that torch's trees do not open, such as dataclasses, are op
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -30,6 +31,7 @@ class Called:
     dims: list[int | None]  # where the samples stand in each leaf, if it has any, or `FOLDED`
     inputs: list[Tensor]  # the tensors among the leaves, but for single numbers
     kind: Any  # what a trial finds holds for all calls of the same kind
+    is_surely_folded: bool = False  # whether folded leaves are views of the model's arguments, with the samples first
 
     def by_sample(self, leaves: list[Any]) -> list[tuple[Any, int | None]]:
         """Leaves like those of the call, folded ones with a dimension for the samples, and where the samples stand."""
@@ -44,6 +46,18 @@ class Called:
         if checkpoint_hooks() is None:
             return self.kind
         return self.kind, *(bool(n == self.batch) for tensor in self.inputs for n in tensor.shape)
+
+
+def is_flat_view(x: Tensor, arguments: Iterable[Tensor], batch: int) -> bool:
+    """Whether it shows all numbers of an argument `(B, *)`, in the same order."""
+    if not x.is_contiguous():
+        return False
+    memory = x.untyped_storage()._cdata, x.storage_offset(), x.numel(), True
+    return any(
+        (whole.untyped_storage()._cdata, whole.storage_offset(), whole.numel(), whole.is_contiguous()) == memory
+        for whole in arguments
+        if whole.layout is torch.strided and whole.dim() and whole.shape[0] == batch
+    )
 
 
 def is_cache(leaf: Any) -> bool:

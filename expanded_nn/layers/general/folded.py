@@ -132,7 +132,9 @@ class _Images(torch.autograd.Function):
                 grad_x = gradients(g, x.to(g.dtype), (True, False, False))[0].to(x.dtype)
             if needs_weight:
                 of_g, of_x = padded(g), padded(x.to(g.dtype))
-                if geometry.dims < 3 and of_g.numel() + of_x.numel() < weight.numel():
+                # one after the other, unless their number is a symbol
+                pays = cost.is_symbol(of_g.shape[0]) or of_g.numel() + of_x.numel() < weight.numel()
+                if geometry.dims < 3 and pays:
                     grad_weight = _factored_rows(of_g, of_x, weight, geometry, transposed=output_padding is not None)
                 else:
                     rows = [gradients(*both, (False, True, False))[1] for both in zip(of_g, of_x, strict=True)]

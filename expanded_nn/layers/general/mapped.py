@@ -415,7 +415,8 @@ class Mapper:
 
     def _refuse_folded_alone(self, outputs: list[Tensor], possible_dims: list[list[int]]) -> None:
         """Raises where all results are folded: nothing in them tells whether arguments were folded in that order."""
-        if possible_dims and all(dims == [FOLDED] for dims in possible_dims):
+        are_folded = bool(possible_dims) and all(dims == [FOLDED] for dims in possible_dims)
+        if are_folded and not self.call.is_surely_folded:
             raise refusal(
                 self.module,
                 f"for one sample its forward returns a tensor of shape {tuple(outputs[0].shape)}",

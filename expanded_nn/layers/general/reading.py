@@ -15,6 +15,7 @@ from expanded_nn._errors import PerSampleError
 from expanded_nn.common.batch import (
     FOLDED,
     Dims,
+    data_in,
     is_like_a_state,
     is_shared_by_all,
     may_have_derivatives,
@@ -24,7 +25,7 @@ from expanded_nn.common.batch import (
 from expanded_nn.common.modes import unseen
 from expanded_nn.common.traced import is_traced, wait_for_values
 from expanded_nn.core import cost
-from expanded_nn.layers.general.called import Called, opened
+from expanded_nn.layers.general.called import Called, is_flat_view, opened
 from expanded_nn.modules.layout import all_in_one_row, forward_of, holds_all_samples, note_input, refusal, refuse_square
 from expanded_nn.recording.expand import comes_from_rows
 
@@ -43,9 +44,18 @@ def read(module: Any, args: Any, kwargs: Any) -> Called:
     if any(states) or any(len(dims) > 1 for dims in possible):
         dims = _compared(module, call, states, possible)
         call = replace(call, dims=dims, kind=(*call.kind, *dims))
+        call.is_surely_folded = FOLDED in dims and _are_surely_folded(module, call)
     with unseen():
         _refuse_no_samples(module, call)
     return call
+
+
+def _are_surely_folded(module: Any, call: Called) -> bool:
+    forward = forward_of(module)
+    folded = [leaf for leaf, dim in zip(call.leaves, call.dims, strict=True) if dim == FOLDED]
+    with unseen():
+        arguments = [] if forward is None else list(data_in(forward.inputs))
+        return all(is_flat_view(leaf, arguments, call.batch) for leaf in folded)
 
 
 def _as_usual(module: Any, args: Any, kwargs: Any) -> Called:

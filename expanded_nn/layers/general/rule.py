@@ -232,7 +232,8 @@ class General(Expanded):
         if call.batch == 0:
             return mapper.without_samples()
         # another value may lead the forward another way, or tell that rows are another sample's: compared at each call
-        by_values = self.goes_in_a_loop() or FOLDED in call.dims or call.kind in told.failed
+        by_values = self.goes_in_a_loop() or call.kind in told.failed
+        by_values = by_values or (FOLDED in call.dims and not call.is_surely_folded)
         if by_values:
             reason = self._why_by_values(call)
             if cost.is_symbol(call.batch):  # with a size of its own it may run on the whole batch

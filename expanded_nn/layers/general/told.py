@@ -91,7 +91,7 @@ class Told:
         """Which arguments have B rows now and had others in other calls, so that all samples share them."""
         count, seen = len(call.leaves), []
         for place, (leaf, dim) in enumerate(zip(call.leaves, call.dims, strict=True)):
-            if dim is None and isinstance(leaf, Tensor) and leaf.dim() and len(leaf) not in (1, call.batch):
+            if dim is None and isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] not in (1, call.batch):
                 self.shared.add((count, place))
             seen.append(dim is not None and (count, place) in self.shared)
         return seen

@@ -73,7 +73,7 @@ class WholeBatch:
             return False
         if recorder is None or recorder.forward is None:  # with weights that come with a batch dimension
             return False
-        have_samples_first = 0 in call.dims and {*call.dims} <= {0, None, FOLDED}
+        have_samples_first = {*call.dims} <= {0, None, FOLDED} and (0 in call.dims or call.is_surely_folded)
         knows_a_way = self.told.ways.get(call.kind_of_ways()) != NO_WAYS
         return have_samples_first and knows_a_way and self.suits() and not has_guests(modules_in(self.module))
 
