@@ -7,10 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental import symbolic_shapes
 
 import expanded_nn as enn
 from expanded_nn.common.traced import is_traced
 from expanded_nn.layers.general.alone import FoldedBatch
+from expanded_nn.layers.general.owners import Owners
+from expanded_nn.layers.general.samples import Memo, Unknown
 from expanded_nn.modules.registry import EXPANDED
 from test_compiled_step import clipped, law
 from test_folded import (
@@ -115,6 +119,45 @@ def test_rows_in_another_order_are_arranged_for_one_size(
     enn.alone(OutOfOrder)
     follows(OutOfOrder, of_size(T, D), most=8)
     assert whole() == {"whole", "other"}
+
+
+def test_rows_are_known_for_batches_of_any_size_where_their_number_is_a_symbol() -> None:
+    dims, env = symbolic_shapes.DimDynamic, symbolic_shapes.ShapeEnv()
+    context = symbolic_shapes.StatelessSymbolicContext(dynamic_sizes=[dims.DYNAMIC, dims.STATIC])
+    x = FakeTensorMode(shape_env=env).from_tensor(torch.zeros(T, 2), symbolic_context=context)
+    of_any, samples = Owners(x.shape[0], nn.Module(), Memo()), torch.arange(T).unsqueeze(-1)
+    assert of_any.arranged(samples, x.shape[0]).length == 1
+    assert of_any.one_by_one(samples, x.shape).length == 2
+    with pytest.raises(Unknown):
+        of_any.arranged(samples, T)  # as many as there are samples in this call alone
+    with pytest.raises(Unknown):
+        of_any.one_by_one(samples, (T, x.shape[0]))
+    with pytest.raises(Unknown):
+        of_any.arranged(samples.flip(0), x.shape[0])
+
+
+class ByShape(nn.Module):
+    """Puts the steps of a single sample first by a view, which mixes several, but for as many as there are steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.table = nn.Linear(D, D), nn.Embedding(7, D)
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, T, D), or (B, T)
+        x = x.view(x.shape[1], x.shape[0], *x.shape[2:])
+        rows = self.table(x) if x.dim() == 2 else x
+        rows = self.layer(rows.flatten(0, 1)).tanh().unflatten(0, rows.shape[:2])
+        return rows.reshape(rows.shape[1], -1)
+
+
+@pytest.mark.parametrize("of_words", [False, True])
+def test_what_is_true_of_one_size_alone(monkeypatch: pytest.MonkeyPatch, *, of_words: bool) -> None:
+    monkeypatch.setitem(EXPANDED, ByShape, None)
+    enn.alone(ByShape)
+    batches = of_size(T, D, sizes=(4, 4, T, T, 3, 6, T, 7))
+    if of_words:
+        batches = [(x[..., 0].abs().long() % 7,) for (x,) in batches]
+    follows(ByShape, batches, most=16)
 
 
 def test_letters_first(whole: Callable[[], set[str]]) -> None:

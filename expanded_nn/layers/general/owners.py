@@ -145,18 +145,22 @@ class Owners:
         Raises:
             Unknown: If a row is of several samples, or of none.
         """
-        return self._of_this_size(self.memo.of(_arranged, samples, cost.usual_size(count), self.batch))
-
-    def _of_this_size(self, arrangement: Arrangement) -> Arrangement:
-        """Raises where batches of other sizes are arranged in a way that this one does not tell."""
-        if self.has_any_size and arrangement.length is None:
-            raise Unknown
+        arrangement = self.memo.of(_arranged, samples, cost.usual_size(count), self.batch)
+        self._refuse_this_size_alone(arrangement, samples, [count])
         return arrangement
+
+    def _refuse_this_size_alone(self, arrangement: Arrangement, samples: Tensor, sizes: Sequence[int]) -> None:
+        """Raises where batches of other sizes may be arranged in another way: samples differ where sizes stay."""
+        differing = (size for size, count in zip(sizes, samples.shape, strict=False) if count > 1)
+        if self.has_any_size and (arrangement.length is None or not all(map(cost.is_symbol, differing))):
+            raise Unknown
 
     @beside_trace
     def one_by_one(self, samples: Tensor, shape: Sequence[int]) -> Arrangement:
         """The same for the numbers of a tensor of such a shape, as if each were a row."""
-        return self._of_this_size(self.memo.of(_one_by_one, samples, _usual(shape), self.batch))
+        arrangement = self.memo.of(_one_by_one, samples, _usual(shape), self.batch)
+        self._refuse_this_size_alone(arrangement, samples, shape)
+        return arrangement
 
     @beside_trace
     def together(self, operands: Sequence[Tensor], dims: int, along: Sequence[int] = ()) -> Samples:
