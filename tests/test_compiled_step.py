@@ -499,6 +499,31 @@ def test_a_batch_of_one_through_a_function_that_vmap_does_not_follow() -> None:
     law(lambda: nn.Sequential(Residual()), clipped, [(torch.randn(size, 8),) for size in (4, 4, 1, 1, 1, 5, 5)])
 
 
+class Weighted(nn.Module):
+    """Returns its loss, of two kinds, each weighted by a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.weights = nn.Linear(8, 3), nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        scores = self.layer(x)
+        losses = torch.stack([F.cross_entropy(scores, y), scores.square().mean()])
+        return ((-self.weights).exp() * losses + self.weights).sum()
+
+
+def test_a_loss_that_is_compared_at_each_call() -> None:
+    def step(model: nn.Module, x: Tensor, y: Tensor) -> Any:
+        loss = model(x, y)
+        loss.backward()
+        return loss.detach(), enn.clip_grad_sample_norms_(model, 1.0)
+
+    with pytest.warns(
+        enn.PerSampleWarning, match=r"runs eagerly, as Weighted returns a mean or a sum over the samples"
+    ):
+        law(Weighted, step, samples(4, 4, 4), least=0, most=0)
+
+
 def test_the_ctc_loss_reads_lengths() -> None:
     def step(model: nn.Module, x: Tensor, y: Tensor) -> Any:
         scores, (counts, lengths) = (

@@ -243,6 +243,11 @@ class General(Expanded):
             mapper.counts = True
             return mapper(call.leaves, thorough=False).result()
         is_known = call.kind in known and not (by_values or known[call.kind].reduces or told.lacks_derivatives(call))
+        if call.kind in known and known[call.kind].reduces:
+            refuse_values(
+                f"{self.qualified_name} returns a mean or a sum over the samples, compared with theirs at each call "
+                "(return a number for each sample, and reduce outside of it)"
+            )
         if not is_known:
             wait_for_values("a module of the general rule is compared with its plain forward first")
         trial = None if is_known else Trial(mapper)
