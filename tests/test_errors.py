@@ -38,7 +38,7 @@ from expanded_nn import projection_store
 from expanded_nn.factored import rebuilt
 from expanded_nn.recording.sharded import scattered
 from families import FAMILIES, Family
-from oracle import sample_losses, total_loss
+from oracle import Call, assert_close_rows, loop, rows_of, sample_losses, total_loss
 
 PACKAGE = Path(enn.__file__).parent
 SAMPLES = 3
@@ -2938,7 +2938,6 @@ MISTAKES: dict[str, Callable[[Tensor], Tensor]] = {
     "twice": lambda x: torch.cat([x, x]),
     "one_of_them": lambda x: x[1:2],
     "without_its_dimension": lambda x: x[1],
-    "folded": lambda x: x.flatten(0, 1) if x.dim() > 2 else x.flatten(),
     "chosen": lambda x: x[torch.tensor([0, 2])],
     "none": lambda x: x[:0],
     "unfolded": lambda x: x.unflatten(0, (2, 2)),
@@ -2963,6 +2962,32 @@ def test_a_mistake_with_the_batch_is_named(family: Family, mistake: Callable[[Te
         expected, words = (enn.PerSampleError,), r"^inner[\w.]* \(\w+\): .*wanted"
     with pytest.raises(expected, match=words):
         sample_losses(call.on(model)).sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:.*runs sample by sample")
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_a_batch_that_the_model_folds(family: Family) -> None:
+    """Its rows are right, as the samples of a view are known; or the error names a layer inside."""
+    call = family.call(4)
+    plain = Mistaken(family.module(), lambda x: x.flatten(0, 1) if x.dim() > 2 else x.flatten())
+    model = enn.convert(plain).per_sample(loss_reduction="sum")
+
+    def objective(model: nn.Module, call: Call, first: int = 0) -> Tensor:
+        return call.on(model).sin().square().sum()
+
+    try:
+        with torch.no_grad():
+            call.on(plain)
+    except (RuntimeError, ValueError, IndexError, AssertionError) as error:
+        with pytest.raises((enn.PerSampleError, type(error))):
+            objective(model, call).backward()
+        return
+    try:
+        objective(model, call).backward()
+    except enn.PerSampleError as error:
+        assert str(error).startswith("inner") and "wanted" in str(error)  # noqa: PT017, PT018
+    else:
+        assert_close_rows(rows_of(model), loop(plain, call, 4, objective=objective))
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
