@@ -603,3 +603,38 @@ def test_one_sample_with_a_mask_of_as_many_steps_as_classes() -> None:
             (expected,) = torch.autograd.grad(loss, [module.head.weight])
             assert_close(model.head.weight.grad_sample[i], expected)
         assert len(model.head.weight.grad_sample) == batch
+
+
+class Unrolled(nn.Module):
+    """A cell over time, of as many features as there are samples; `stacks` puts its states together."""
+
+    def __init__(self, stacks: Callable[[Tensor, list[Tensor]], Tensor]) -> None:
+        super().__init__()
+        self.cell, self.head, self.stacks = nn.GRUCell(4, 3), nn.Linear(3, 5), stacks
+
+    def forward(self, x: Tensor) -> Tensor:  # (T, B, 4)
+        states: list[Tensor] = []
+        for step in x:
+            states.append(self.cell(step, states[-1] if states else None))
+        return self.head(self.stacks(x, states))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_states_of_a_cell_with_as_many_features_as_samples(steps: int) -> None:
+    """In a model that has time first `(B, features)` has the samples first all the same, until they are stacked."""
+    module = Unrolled(lambda x, states: torch.stack(states)).double()
+    model = enn.convert(module).per_sample(batch_first=False)
+    x = torch.randn(steps, 3, 4, dtype=torch.float64)
+    model(x).square().sum((0, 2)).mean().backward()
+    for i in range(3):
+        loss = module(x[:, i : i + 1]).square().sum()
+        expected = torch.autograd.grad(loss, [*module.parameters()])
+        for own, other in zip(model.parameters(), expected, strict=True):
+            assert_close(own.grad_sample[i], other)
+
+
+def test_states_that_are_stacked_otherwise_are_refused() -> None:
+    module = Unrolled(lambda x, states: torch.stack(states, 1))
+    model = enn.convert(module).per_sample(batch_first=False, escalate=False)
+    with pytest.raises(enn.PerSampleError, match="has the samples in dimension 0"):
+        model(torch.randn(3, 3, 4))

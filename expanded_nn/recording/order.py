@@ -115,6 +115,8 @@ class Order(FunctionMode):
         names = places.einsum_names(*args) if func is torch.einsum else None
         if names is not None:
             self._turn_by_names(names, args[1:], result)
+        elif func is torch.stack and not found and self.moved:
+            self._shift(result, *args, **kwargs)
         elif not found and args and func in (places.TURNS_BACK if self.moved else _MAY_TURN):
             self._turn(func, args, kwargs, result)
         elif found or self.moved:
@@ -454,6 +456,18 @@ class Order(FunctionMode):
         if batch is None or dim % result.dim() != usual or list(result.shape[:2]) != [batch, batch]:
             return None
         return Moved("stack", None, dim=1 - usual) if all(map(self._are_samples, tensors)) else None
+
+    def _shift(self, result: Tensor, tensors: Sequence[Tensor], dim: int = 0, **out: Any) -> None:
+        """Where samples stand that were elsewhere, once `stack` has put a dimension before them, or behind."""
+        usual, reasons = self._samples_dim(result.dim()), self.reasons(tensors)
+        kept: list[Moved] = []
+        if not all(map(self.reasons, tensors)):  # in the others they stand where they should
+            kept, reasons = reasons, []
+        for reason in reasons:
+            after = reason.dim if reason.dim is None else reason.dim + (dim % result.dim() <= reason.dim)
+            if after is None or after != usual or result.shape[usual] != self._batch():
+                kept.append(reason._replace(dim=after))
+        self._note(kept, result)
 
     def _are_samples(self, x: Tensor) -> bool:
         """Whether a tensor is an argument of the forward, or comes from a layer; others may have B rows by chance."""
