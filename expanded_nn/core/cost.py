@@ -7,7 +7,7 @@ the predicate is true, relative to what is done otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import log2, prod
 from typing import Any, cast
 
@@ -23,6 +23,11 @@ def usual_size(size: int) -> int:
     """A size, and of a symbol that of the call which is traced: others are assumed to be about as large."""
     hint: int = cast(Any, size).node.hint if is_symbol(size) else size
     return hint
+
+
+def usual_shape(sizes: Iterable[int]) -> tuple[int, ...]:
+    """The usual size of each."""
+    return tuple(map(usual_size, sizes))
 
 
 def at_once(numel: int, limit: int) -> int:

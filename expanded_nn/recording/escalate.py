@@ -87,11 +87,9 @@ class Escalation:
         if not module._recorder.settings.escalate:
             return self._tried(module, args, kwargs)
         several = self.proven.get(kind)
-        if not several:
-            is_single = _samples_in(module, args, kwargs) == 1
-            state = None if several is False and is_single else StateBefore(module, (args, kwargs))
-        else:
-            is_single, state = False, None
+        is_single = not several and _samples_in(module, args, kwargs) == 1
+        is_proven = several or (several is False and is_single)
+        state = None if is_proven else StateBefore(module, (args, kwargs))
         attempts = _Attempts(self, module)
         if state is not None and checkpoint_hooks() is not None:
             # A checkpoint counts the tensors that a forward saves, those of failed attempts, too. So the attempts are

@@ -6,10 +6,9 @@ Arguments in objects that torch's trees do not open, such as dataclasses, are op
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -46,18 +45,6 @@ class Called:
         if checkpoint_hooks() is None:
             return self.kind
         return self.kind, *(bool(n == self.batch) for tensor in self.inputs for n in tensor.shape)
-
-
-def is_flat_view(x: Tensor, arguments: Iterable[Tensor], batch: int) -> bool:
-    """Whether it shows all numbers of an argument `(B, *)`, in the same order."""
-    if not x.is_contiguous():
-        return False
-    memory = x.untyped_storage()._cdata, x.storage_offset(), x.numel(), True
-    return any(
-        (whole.untyped_storage()._cdata, whole.storage_offset(), whole.numel(), whole.is_contiguous()) == memory
-        for whole in arguments
-        if whole.layout is torch.strided and whole.dim() and whole.shape[0] == batch
-    )
 
 
 def is_cache(leaf: Any) -> bool:

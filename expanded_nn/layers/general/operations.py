@@ -55,10 +55,10 @@ class Operation:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of that output."""
-        return tuple(map(cost.usual_size, shape_of(self.node, self.number)))
+        return cost.usual_shape(shape_of(self.node, self.number))
 
     def shape_of(self, place: int) -> tuple[int, ...]:
-        return tuple(map(cost.usual_size, shape_of(*self.inputs[place])))
+        return cost.usual_shape(shape_of(*self.inputs[place]))
 
     def samples_of(self, place: int) -> Samples:
         return self.known[self.inputs[place]]
@@ -85,7 +85,7 @@ class Operation:
         except (AttributeError, RuntimeError):  # it has none, or it was changed since
             raise Unknown from None
         self.refuse_values(found)
-        return tuple(map(cost.usual_size, found)) if isinstance(found, list | tuple) else cost.usual_size(found)
+        return cost.usual_shape(found) if isinstance(found, list | tuple) else cost.usual_size(found)
 
     def keys(self) -> tuple[Any, ...]:
         """The keys of an index."""
@@ -148,7 +148,7 @@ def _turned(op: Operation, samples: Tensor) -> Tensor:
 def _part(op: Operation, samples: Tensor) -> Tensor:
     """A part along one dimension; where the samples have size 1, any will do."""
     (dim,), part = op.dims(samples.dim()), part_taken(op.node, op.number)
-    part = tuple(map(cost.usual_size, part)) if isinstance(part, tuple) else cost.usual_size(part)
+    part = cost.usual_shape(part) if isinstance(part, tuple) else cost.usual_size(part)
     if samples.shape[dim] > 1:
         return op.memo.of(_taken, samples, dim, part)
     return op.memo.of(Tensor.squeeze, samples, dim) if isinstance(part, int) else samples

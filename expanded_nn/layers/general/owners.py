@@ -130,7 +130,7 @@ class Owners:
             if is_view and x.numel() and version_of(argument) == version:
                 start: Any = x.storage_offset() - argument.storage_offset()
                 places = argument.shape, argument.stride(), x.shape, x.stride()
-                return self.memo.of(_of_view, samples, *map(_usual, places), cost.usual_size(start))
+                return self.memo.of(_of_view, samples, *map(cost.usual_shape, places), cost.usual_size(start))
         return None
 
     def of_rows(self, x: Tensor) -> Arrangement | None:
@@ -158,7 +158,7 @@ class Owners:
     @beside_trace
     def one_by_one(self, samples: Tensor, shape: Sequence[int]) -> Arrangement:
         """The same for the numbers of a tensor of such a shape, as if each were a row."""
-        arrangement = self.memo.of(_one_by_one, samples, _usual(shape), self.batch)
+        arrangement = self.memo.of(_one_by_one, samples, cost.usual_shape(shape), self.batch)
         self._refuse_this_size_alone(arrangement, samples, shape)
         return arrangement
 
@@ -190,11 +190,6 @@ def _in_order(batch: int, times: int, dim: int, dims: int, device: torch.device)
     """The samples of a tensor that has each of them `times` times in dimension `dim`, one after the other."""
     rows = torch.arange(batch, device=device).repeat_interleave(times)
     return rows.view(*[1] * dim, -1, *[1] * (dims - 1 - dim))
-
-
-def _usual(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Sizes or strides, those of the call that is traced for symbols."""
-    return tuple(map(cost.usual_size, sizes))
 
 
 def _of_view(

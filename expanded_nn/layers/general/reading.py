@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -25,7 +26,7 @@ from expanded_nn.common.batch import (
 from expanded_nn.common.modes import unseen
 from expanded_nn.common.traced import is_traced, wait_for_values
 from expanded_nn.core import cost
-from expanded_nn.layers.general.called import Called, is_flat_view, opened
+from expanded_nn.layers.general.called import Called, opened
 from expanded_nn.modules.layout import all_in_one_row, forward_of, holds_all_samples, note_input, refusal, refuse_square
 from expanded_nn.recording.expand import comes_from_rows
 
@@ -55,7 +56,19 @@ def _are_surely_folded(module: Any, call: Called) -> bool:
     folded = [leaf for leaf, dim in zip(call.leaves, call.dims, strict=True) if dim == FOLDED]
     with unseen():
         arguments = [] if forward is None else list(data_in(forward.inputs))
-        return all(is_flat_view(leaf, arguments, call.batch) for leaf in folded)
+        return all(_is_flat_view(leaf, arguments, call.batch) for leaf in folded)
+
+
+def _is_flat_view(x: Tensor, arguments: Sequence[Tensor], batch: int) -> bool:
+    """Whether it shows all numbers of an argument `(B, *)`, in the same order."""
+    if not x.is_contiguous():
+        return False
+    memory = x.untyped_storage()._cdata, x.storage_offset(), x.numel(), True
+    return any(
+        (whole.untyped_storage()._cdata, whole.storage_offset(), whole.numel(), whole.is_contiguous()) == memory
+        for whole in arguments
+        if whole.layout is torch.strided and whole.dim() and whole.shape[0] == batch
+    )
 
 
 def _as_usual(module: Any, args: Any, kwargs: Any) -> Called:

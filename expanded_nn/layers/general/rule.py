@@ -232,10 +232,9 @@ class General(Expanded):
         if call.batch == 0:
             return mapper.without_samples()
         # another value may lead the forward another way, or tell that rows are another sample's: compared at each call
-        by_values = self.goes_in_a_loop() or call.kind in told.failed
-        by_values = by_values or (FOLDED in call.dims and not call.is_surely_folded)
-        if by_values:
-            reason = self._why_by_values(call)
+        reason = self._why_by_values(call)
+        by_values = reason is not None
+        if reason is not None:
             if cost.is_symbol(call.batch):  # with a size of its own it may run on the whole batch
                 raise TraceError(reason)
             refuse_values(reason)
@@ -272,15 +271,18 @@ class General(Expanded):
             self._refuse_square(call.inputs[1:], call.batch)
         return mapped.with_samples_in(compared.dims).laid_out(compared.orders).result()
 
-    def _why_by_values(self, call: Called) -> str:
-        """Why a graph cannot have what this call does."""
-        if self._alone and any(ways.known for ways in self._told.ways.values()):
-            return f"what {self.qualified_name} does with the whole batch depends on values"
-        how = "alone, as on the whole batch they have given something else"
+    def _why_by_values(self, call: Called) -> str | None:
+        """Why each call is compared, and a graph cannot have what it does; `None` where neither is so."""
         if self.goes_in_a_loop():
             how = "one by one, in a loop"
-        elif FOLDED in call.dims:
+        elif FOLDED in call.dims and not call.is_surely_folded:
             how = "with several rows of each in an argument"
+        elif call.kind in self._told.failed:
+            how = "alone, as on the whole batch they have given something else"
+        else:
+            return None
+        if self._alone and any(ways.known for ways in self._told.ways.values()):
+            return f"what {self.qualified_name} does with the whole batch depends on values"
         return f"the samples go through {self.qualified_name} {how}"
 
     def _in_another_way(self, call: Called, before: Undo | None) -> Any:
