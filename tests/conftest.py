@@ -15,8 +15,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", help="where new tensors are made, as in --device cuda")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     gc.set_threshold(20_000)  # garbage is collected seldom: that took 6% of the time
+    torch.set_default_device(config.getoption("--device"))  # already where tests are collected, which make tensors
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -29,17 +30,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True)
-def float64_and_seed(request: pytest.FixtureRequest) -> Iterator[None]:
-    before, device = torch.get_default_dtype(), request.config.getoption("--device")
+def float64_and_seed() -> Iterator[None]:
+    before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
-    if device is not None:
-        torch.set_default_device(device)
     set_seed(0)
     yield
     torch.set_default_dtype(before)
-    if device is not None:
-        torch.set_default_device(None)
     if saved_tensors_are_packed():  # a checkpoint of torch 2.10 that fails keeps its hooks until it is collected
         gc.collect()
 

@@ -1170,7 +1170,7 @@ def a_model_that_mixes_samples() -> None:
 
 @refused(r"Feed: in a batch of 6 gradients of samples by layer.weight are in the rows of others; .*outside of the mo")
 def a_table_that_is_taken_for_samples() -> None:
-    table = torch.from_numpy(torch.randn(6, 4).numpy())
+    table = torch.from_numpy(torch.randn(6, 4).cpu().numpy())
     model = enn.convert(Feed(nn.Linear(4, 3), lambda layer, x: layer(x) @ layer(table).T)).per_sample(escalate=False)
     model(torch.randn(6, 4))
 
@@ -1911,7 +1911,7 @@ SHOWN: dict[str, Callable[[Tensor], object]] = {
     "percent": lambda loss: "%.3f" % loss.detach(),  # noqa: UP031
     "float": float,
     "tolist": Tensor.tolist,
-    "numpy": lambda loss: loss.detach().numpy(),
+    "numpy": lambda loss: loss.detach().cpu().numpy(),
     "array": lambda loss: np.asarray(loss.detach()),
 }
 

@@ -152,7 +152,7 @@ DENSE: dict[str, Callable[[Any], Any]] = {  # makes the rows dense, and is right
     "where": lambda g: torch.where(g > 0, g, 0.0),
     "foreach": lambda g: torch._foreach_mul([g, g], 2.0)[1],
     "tolist": lambda g: torch.tensor(g.tolist()),
-    "numpy": lambda g: torch.as_tensor(g.detach().numpy()),
+    "numpy": lambda g: torch.as_tensor(g.detach().cpu().numpy()),
     "asarray": lambda g: torch.as_tensor(np.asarray(g)),
     "dlpack": lambda g: torch.from_dlpack(g),
     "whole numbers": lambda g: (10 * g).to(torch.int64),  # those of the factors would have other products

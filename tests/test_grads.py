@@ -59,7 +59,7 @@ def case(request: pytest.FixtureRequest) -> tuple[nn.Module, Tensor, Tensor]:
 
 
 def dense(model: nn.Module) -> dict[str, Tensor]:
-    return {name: torch.as_tensor(each.grad_sample.clone().numpy()) for name, each in model.named_parameters()}
+    return {name: torch.as_tensor(each.grad_sample.clone().cpu().numpy()) for name, each in model.named_parameters()}
 
 
 def flat(rows: dict[str, Tensor]) -> Tensor:
@@ -110,7 +110,10 @@ def test_rows_of_some_samples(case: tuple[nn.Module, Tensor, Tensor], index: Any
     model, x, _ = case
     backward(model, x)
     grads = enn.per_sample_grads(model)
-    some, dense = grads.rows(index), torch.tensor(grads.flatten().numpy()[index].copy())  # which knows all of them
+    some, dense = (
+        grads.rows(index),
+        torch.tensor(grads.flatten().cpu().numpy()[index].copy()),
+    )  # which knows all of them
     torch.testing.assert_close(some.flatten(), dense, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(some.norms(), dense.norm(dim=1), rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(some.gram(grads), dense @ grads.flatten().T, rtol=1e-9, atol=1e-12)
@@ -1028,7 +1031,9 @@ def test_inner_products_by_position(make: str, width: int, passes: int, monkeypa
         found.append(enn.PerSampleGrads({name: enn.per_sample_grads(model)[name] for name in names}))
     other, grads = found
     parts = by_position(grads)
-    dense_other = enn.PerSampleGrads({name: torch.as_tensor(rows.clone().numpy()) for name, rows in other.items()})
+    dense_other = enn.PerSampleGrads(
+        {name: torch.as_tensor(rows.clone().cpu().numpy()) for name, rows in other.items()}
+    )
     other.norms()  # may make rows dense
     for queries in (other, dense_other, grads):
         actual = grads.gram(queries, per_position=True)

@@ -363,7 +363,7 @@ def test_factored_rows_stay_factored_through_the_optimizer() -> None:
     model = enn.convert(nn.Linear(64, 64)).per_sample()
     optimizer = dp_optimizer(model)
     model(torch.randn(4, 64)).square().sum(1).mean().backward()
-    dense = model.weight.grad_sample.clone().numpy()
+    dense = model.weight.grad_sample.clone().cpu().numpy()
     rows = model.weight.grad_sample
     optimizer.step()
     assert isinstance(rows, enn.FactoredTensor)

@@ -125,7 +125,7 @@ def test_norm_of_the_rows_as_of_any_tensor(kind: str, dtype: torch.dtype, a: flo
     model, _ = stepped(kind, dtype, a, scale)
     rows = model.weight.grad_sample
     norms = rows.flatten(1).norm(dim=1)
-    wanted = torch.as_tensor(rows.clone().float().numpy()).flatten(1).norm(dim=1).to(dtype)
+    wanted = torch.as_tensor(rows.clone().float().cpu().numpy()).flatten(1).norm(dim=1).to(dtype)
     assert norms.dtype == dtype
     assert norms.isfinite().all()
     assert relative_error(norms, wanted) <= 4 * torch.finfo(dtype).eps

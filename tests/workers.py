@@ -16,7 +16,7 @@ def gradients_in_another_process(model: nn.Module, x: Tensor) -> dict[str, Any]:
     torch.set_default_dtype(torch.float64)
     model.zero_grad()
     total_loss(model, Call((x,))).backward()
-    return {name: rows.numpy() for name, rows in rows_of(model).items()}
+    return {name: rows.cpu().numpy() for name, rows in rows_of(model).items()}
 
 
 class Rows(Dataset[Tensor]):

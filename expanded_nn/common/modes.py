@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from threading import current_thread
 from typing import Any
 
 import torch
@@ -42,6 +43,11 @@ def is_shown_elsewhere(x: Tensor) -> bool:
 def running_backward() -> int:
     """The number of the backward that this code runs in, -1 outside of any."""
     return torch._C._current_graph_task_id()
+
+
+def is_in_engines_thread() -> bool:
+    """Whether this code runs in a thread of autograd's own: it has one for each device that is no CPU."""
+    return running_backward() >= 0 and current_thread().name.startswith("Dummy-")  # as Python calls those of others
 
 
 def function_modes() -> list[TorchFunctionMode]:

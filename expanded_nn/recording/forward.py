@@ -20,7 +20,7 @@ from expanded_nn.common.batch import (
     rows_are_nodes,
     tensors,
 )
-from expanded_nn.common.modes import is_of_checkpoint, running_backward
+from expanded_nn.common.modes import is_in_engines_thread, is_of_checkpoint, running_backward
 from expanded_nn.common.traced import is_traced
 from expanded_nn.recording.checkpoints import note_pass
 from expanded_nn.recording.expand import passes_behind
@@ -97,8 +97,8 @@ class Forward:
 
     @property
     def is_of_other_thread(self) -> bool:
-        """Whether it runs in another thread than this code."""
-        return self.thread != get_ident()
+        """Whether it runs in another thread than this code, and this code is no part of a backward within it."""
+        return self.thread != get_ident() and not is_in_engines_thread()
 
     @property
     def batch_so_far(self) -> int | None:

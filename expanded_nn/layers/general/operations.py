@@ -258,9 +258,13 @@ def _index_put(op: Operation) -> Samples:
     total, put = op.samples_of(0), op.samples_of(1)
     if op.saved("accumulate"):
         raise Unknown
-    whole = torch.full(op.shape, NOBODY, device="cpu") if total is None else total.expand(op.shape).clone()
+    if total is None:
+        if put is None:
+            return None
+        total = put.new_full((), NOBODY)
+    whole = total.expand(op.shape).clone()
     whole[op.keys()] = NOBODY if put is None else put
-    return None if total is None and put is None else compact(whole)
+    return compact(whole)
 
 
 def _masked_scatter(op: Operation) -> Samples:
@@ -429,8 +433,13 @@ NODE_RULES: dict[str, Rule] = {
     "Stack": _stack,
     **dict.fromkeys(["Mm", "Bmm", "Addmm", "Baddbmm"], _product),
     **dict.fromkeys(
-        [f"ScaledDotProduct{kind}Attention" for kind in ("Flash", "Efficient", "Fused")]
-        + ["ScaledDotProductFlashAttentionForCpu"],
+        [
+            f"ScaledDotProduct{kind}"
+            for kind in (
+                *("FlashAttentionForCpu", "FlashAttention", "EfficientAttention", "CudnnAttention"),
+                "FusedAttentionOverrideable",
+            )
+        ],
         _attention,
     ),
     **dict.fromkeys(
@@ -440,7 +449,7 @@ NODE_RULES: dict[str, Rule] = {
         ],
         _of_first(_resized),
     ),
-    "NativeLayerNorm": _of_first(_normalized),
+    **dict.fromkeys(["NativeLayerNorm", "FusedRmsNorm"], _of_first(_normalized)),  # the latter on GPUs alone
     "Im2Col": _of_first(_columns),
     "Col2Im": _of_first(_from_columns),
     "AsStrided": _of_first(_strided),
