@@ -245,13 +245,10 @@ class Run:
 
     def returned(self, result: Any) -> Any:
         """What the forward returns; a parameter `(1, *)` in it has become a tensor with one row per sample."""
-        if type(result) is Tensor:
-            with unseen():
-                self.way.append(result.shape[:1] == (self.batch,))
-            return result
         leaves, structure = flatten(result)
         leaves = [beside(leaf, leaf.rank) if is_own(leaf) else leaf for leaf in leaves]
-        self.way += [leaf.shape[:1] == (self.batch,) for leaf in leaves if isinstance(leaf, Tensor)]
+        with unseen():
+            self.way += [leaf.shape[:1] == (self.batch,) for leaf in leaves if isinstance(leaf, Tensor)]
         self.way += [type(leaf).__name__ for leaf in leaves if isinstance(leaf, int | float | str)]  # it was read
         return tree_unflatten(leaves, structure)
 

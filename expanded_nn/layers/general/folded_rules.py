@@ -109,12 +109,13 @@ def einsum(func: Any, args: Any, kwargs: Any) -> Tensor:
     are_rows = all(run.has_rows(operands[place], 1) for place in plain) if arrangement is None else len(plain) == 1
     refuse_unless(name in after and are_rows)
     run.note(func, whole=True)
-    values = (operand.value if is_own(operand) else operand for operand in operands)
-    if arrangement is not None:
-        values = (arrangement.rows_of(operand.value) if is_own(operand) else operand for operand in operands)
-    y: Tensor = torch.einsum(f"{','.join(before)}->{after}", *values)
-    if arrangement is not None and run.owners is not None:
-        run.owners.note_like(y, arrangement.owner, [-1 if letter == name else 1 for letter in after])
+    equation = f"{','.join(before)}->{after}"
+    if arrangement is None:
+        values = (operand.value if is_own(operand) else operand for operand in operands)
+        return torch.einsum(equation, *values)
+    of_rows = (arrangement.rows_of(operand.value) if is_own(operand) else operand for operand in operands)
+    y: Tensor = torch.einsum(equation, *of_rows)
+    known(run.owners).note_like(y, arrangement.owner, [-1 if letter == name else 1 for letter in after])
     return y
 
 

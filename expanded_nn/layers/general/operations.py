@@ -73,11 +73,8 @@ class Operation:
         return together(found, len(self.shape), self.memo)
 
     def constant(self, samples: Tensor, dims: Sequence[int]) -> Tensor:
-        shape = samples.shape
-        for dim in dims:
-            if shape[dim] > 1:
-                return self.memo.of(constant, samples, tuple(dims))
-        return samples
+        differ = any(samples.shape[dim] > 1 for dim in dims)
+        return self.memo.of(constant, samples, tuple(dims)) if differ else samples
 
     def saved(self, name: str) -> Any:
         try:

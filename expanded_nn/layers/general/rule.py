@@ -233,7 +233,6 @@ class General(Expanded):
             return mapper.without_samples()
         # another value may lead the forward another way, or tell that rows are another sample's: compared at each call
         reason = self._why_by_values(call)
-        by_values = reason is not None
         if reason is not None:
             if cost.is_symbol(call.batch):  # with a size of its own it may run on the whole batch
                 raise TraceError(reason)
@@ -241,12 +240,13 @@ class General(Expanded):
         if mapper.guests:  # there is no plain forward to compare with
             mapper.counts = True
             return mapper(call.leaves, thorough=False).result()
-        is_known = call.kind in known and not (by_values or known[call.kind].reduces or told.lacks_derivatives(call))
-        if call.kind in known and known[call.kind].reduces:
+        reduces = call.kind in known and known[call.kind].reduces
+        if reduces:
             refuse_values(
                 f"{self.qualified_name} returns a mean or a sum over the samples, compared with theirs at each call "
                 "(return a number for each sample, and reduce outside of it)"
             )
+        is_known = call.kind in known and not (reason or reduces or told.lacks_derivatives(call))
         if not is_known:
             wait_for_values("a module of the general rule is compared with its plain forward first")
         trial = None if is_known else Trial(mapper)

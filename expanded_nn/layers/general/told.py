@@ -50,10 +50,6 @@ class Ways(NamedTuple):
     trials_left: int = 8  # how many more comparisons there may be
     hooks: bool = False  # whether these call the forward hooks of modules within
 
-    def found(self, way: Way | None) -> Compared | None:
-        """What a comparison has found in that way; `None` if it is not known."""
-        return None if way is None else self.known.get(way)
-
     def after(self, verdict: Verdict, way: Way | None, compared: Compared | None) -> Ways:
         """What is known after another comparison; after a wrong one the module never runs so again.
 

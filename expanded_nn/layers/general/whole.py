@@ -314,7 +314,7 @@ def _with_weights(
         run.note(func, whole=True)
         for name in weights:
             named[name] = named[name].value if named.get(name) is not None else None
-        if arrangement is None or of_folded is None or run.owners is None or arrangement.length == 1:
+        if arrangement is None or of_folded is None or arrangement.length == 1:
             return op(x, **named)
         return as_arranged(run, of_folded(func, op, x, named, arrangement), arrangement)
 

@@ -123,7 +123,8 @@ class WholeBatch:
         with nullcontext() if before is None else before.updates:
             result, way = self.attempt(self.call.args, self.call.kwargs)
         self.has_failed = way is None
-        if (found := ways.found(way)) is None:
+        found = None if way is None else ways.known.get(way)
+        if found is None:
             if before is not None:
                 before.put_back()  # what it has counted, drawn and kept, as another forward follows
             elif not is_traced():
