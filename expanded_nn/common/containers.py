@@ -74,6 +74,11 @@ def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
     return tree_flatten(tree_map(lambda leaf: Opened(leaf) if _is_holder(leaf) else leaf, value))
 
 
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors among the leaves of a value."""
+    return [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
+
+
 def is_packed(part: Any) -> bool:
     """Whether it is a packed sequence, which to torch's trees is a tuple."""
     return isinstance(part, PackedSequence)

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_structure, tree_unfl
 
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn.common.batch import FOLDED, contents, may_have_derivatives, stacked
-from expanded_nn.common.containers import flatten
+from expanded_nn.common.containers import flatten, tensors_of
 from expanded_nn.common.modes import of_all, set_version, version_of
 from expanded_nn.common.shared import laid_out
 from expanded_nn.common.steady import Attributes, RandomStates, Traces, Undo
@@ -498,8 +498,3 @@ def _with_samples_in(dim: int, results: Tensor) -> Tensor:
     if dim == FOLDED:
         return results.flatten(0, 1)
     return results if dim < 0 else results.movedim(0, dim)
-
-
-def tensors_of(result: Any) -> list[Tensor]:
-    """The tensors among the leaves of a result."""
-    return [leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]

@@ -20,11 +20,11 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from expanded_nn.common.batch import FOLDED, may_have_derivatives
+from expanded_nn.common.containers import tensors_of
 from expanded_nn.common.functions import functions
 from expanded_nn.common.modes import FunctionMode, unseen, version_of
 from expanded_nn.common.traced import beside_trace
 from expanded_nn.core import cost
-from expanded_nn.layers.general.mapped import tensors_of
 from expanded_nn.layers.general.operations import Known
 from expanded_nn.layers.general.samples import NOBODY, Memo, Samples, Unknown, compact, constant, together
 from expanded_nn.layers.recurrent.steps import Steps

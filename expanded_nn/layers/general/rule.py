@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_unflatten
 
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn.common.batch import FOLDED, data_in
-from expanded_nn.common.containers import flatten
+from expanded_nn.common.containers import flatten, tensors_of
 from expanded_nn.common.meanwhile import meanwhile
 from expanded_nn.common.modes import running_backward, uncounted, unseen
 from expanded_nn.common.rounding import near
@@ -32,7 +32,7 @@ from expanded_nn.common.traced import TraceError, is_traced, refuse_values, wait
 from expanded_nn.core import cost
 from expanded_nn.layers.general.called import Called, called, once_per_sample
 from expanded_nn.layers.general.left import close, put_in_place
-from expanded_nn.layers.general.mapped import NOT_OF_THE_FORWARD, Mapper, left_together, tensors_of
+from expanded_nn.layers.general.mapped import NOT_OF_THE_FORWARD, Mapper, left_together
 from expanded_nn.layers.general.plain import Plain
 from expanded_nn.layers.general.reading import read
 from expanded_nn.layers.general.told import Told

@@ -14,7 +14,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn.common.batch import FOLDED, unfolded
 from expanded_nn.common.chance import WithoutChance
-from expanded_nn.common.containers import flatten
+from expanded_nn.common.containers import flatten, tensors_of
 from expanded_nn.common.modes import unseen
 from expanded_nn.common.rounding import are_equal, are_near, is_comparable, near
 from expanded_nn.common.shared import memory_order
@@ -31,7 +31,7 @@ from expanded_nn.layers.general.gradients import (
     random_numbers,
 )
 from expanded_nn.layers.general.left import Place
-from expanded_nn.layers.general.mapped import MEAN, NOWHERE, OF_PARAMETERS, SUM, Mapped, Mapper, moved, tensors_of
+from expanded_nn.layers.general.mapped import MEAN, NOWHERE, OF_PARAMETERS, SUM, Mapped, Mapper, moved
 from expanded_nn.layers.general.plain import Plain, is_float
 from expanded_nn.layers.general.told import Compared, Way
 from expanded_nn.layers.general.trial_errors import of_mixing, of_reduced

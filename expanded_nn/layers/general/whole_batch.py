@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_structure, tree_unflatten
 
 from expanded_nn._errors import warn
 from expanded_nn.common.batch import FOLDED, Dims, readings
+from expanded_nn.common.containers import tensors_of
 from expanded_nn.common.modes import is_of_checkpoint, running_backward, unseen
 from expanded_nn.common.rounding import near
 from expanded_nn.common.steady import Undo
@@ -22,7 +23,7 @@ from expanded_nn.core import cost
 from expanded_nn.layers.general.called import Called, of_sample
 from expanded_nn.layers.general.gradients import Verdict
 from expanded_nn.layers.general.left import with_left
-from expanded_nn.layers.general.mapped import MEAN, NOT_OF_THE_FORWARD, SUM, tensors_of
+from expanded_nn.layers.general.mapped import MEAN, NOT_OF_THE_FORWARD, SUM
 from expanded_nn.layers.general.own_functions import functions_looked_at
 from expanded_nn.layers.general.owners import Owners
 from expanded_nn.layers.general.plain import Plain
