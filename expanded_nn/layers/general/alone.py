@@ -44,12 +44,12 @@ class FoldedBatch(WholeBatch):
         return result
 
     def attempt(self, args: Any, kwargs: Any) -> tuple[Any, Way | None]:
-        """Likewise; the graph tells of samples that take each other's places."""
+        """The same as one operation, as the graph tells of samples that take each other's places."""
         result: tuple[Any, Way | None] = as_one_operation(self.module, super().attempt, args, kwargs)
         return result
 
     def judged(self, *, hooks: bool) -> tuple[Verdict, Way | None]:
-        """Likewise; once more, if that has shown that writes are to be looked at."""
+        """The same; once more, if the first time has shown that writes are to be looked at."""
         follows_writes = self.told.memo.follows_writes
         judged = super().judged(hooks=hooks)
         has_met_writes = self.told.memo.follows_writes and not follows_writes
@@ -57,7 +57,7 @@ class FoldedBatch(WholeBatch):
 
     @cached_property
     def lent(self) -> dict[Slot, Tensor]:
-        """Likewise: those of all modules within."""
+        """The parameters that get a value per sample: those of all modules within."""
         return parameters_of(modules_in(self.module))
 
 

@@ -57,7 +57,7 @@ class Derived:
         return ExpandComputed.apply(computed, batch, *(weight.value for weight in computed.weights))  # type: ignore[no-untyped-call,no-any-return]
 
     def recomputed(self, values: dict[Derived, Tensor]) -> Tensor:
-        """The same, `(B, *shape)`, from other `values` of the weights; what is computed on the way is added to them."""
+        """The value `(B, *shape)` from other `values` of the weights, to which what is computed on the way is added."""
         if self not in values:
             if self.function is None:
                 assert self.value is not None

@@ -135,7 +135,8 @@ class Before:
     """The attributes of a module and of those within it, before its forward."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.dicts: list[tuple[str, str, dict[Any, Any], dict[Any, Any]]] = []  # the last one is as it was
+        # the path and the table of a `Place`, the dict there, and a copy of it from before
+        self.dicts: list[tuple[str, str, dict[Any, Any], dict[Any, Any]]] = []
         for path, owner in module.named_modules():
             attributes = owner.__dict__
             self.dicts.append((path, "", attributes, {**attributes}))

@@ -63,7 +63,8 @@ OF_FIRST_FORWARDS = (
     "If it does so at its first forward alone, as ActNorm does, call the model once before per_sample(True)."
 )
 
-# in place of the samples' dimension in a result, which is a number that each sample has: their mean, or their sum
+# in place of the samples' dimension, of a result that is a single number: the plain forward gives the samples' mean, or
+# their sum
 MEAN, SUM = -2, -3
 NOWHERE = -4  # of what is left in an attribute, and has no dimension in which samples may stand
 

@@ -17,7 +17,7 @@ from expanded_nn.recording.constants import READS_NUMBERS
 
 # operations that read values
 READS = READS_NUMBERS | {*functions("equal", "allclose", "is_nonzero", "__bool__")}
-# operations that may join samples or move them: all but those on each number
+# operations that may join samples or move them
 _BY_KEY = set(functions("__getitem__", "__setitem__"))
 JOINS = _BY_KEY | set(
     functions(

@@ -45,8 +45,8 @@ class OneSample(FunctionMode):
 
     Args:
         module: The module of the general rule.
-        own: In a trace, where a tensor cannot become another one: a sample's parameter, as the `vmap` sees it, by which
-            all that the forward makes is each sample's own from the start.
+        own: A sample's parameter, as the `vmap` sees it. Where it is given, all that the forward makes is each sample's
+            own from the start: in a trace a tensor cannot become another one later.
     """
 
     def __init__(self, module: Any, own: Tensor | None = None) -> None:

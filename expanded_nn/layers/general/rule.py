@@ -102,7 +102,7 @@ class General(Expanded):
         return own or self.always_converted or parametrize.is_parametrized(self) or self._was_looked_at()
 
     def _was_looked_at(self) -> bool:
-        """Whether it has gone through the rule, before its own parameters were frozen: it may use those within, too."""
+        """Whether it went through the rule before its own parameters were frozen: its forward may use those within."""
         is_known = self._trials is not None and bool(self._trials.compared)
         return is_known and any(parameter.requires_grad for parameter in self.parameters())
 

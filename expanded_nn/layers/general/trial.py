@@ -381,7 +381,10 @@ class Trial:
         return [*sums, *of_inputs], given
 
     def _dims(self, mapped: Mapped, expected: list[Tensor], *, hooks: bool, start: int = 0) -> tuple[int, ...] | None:
-        """Where the samples stand in each result, from one on, by the plain result's shape; `None` if nothing tells."""
+        """Where the samples stand in each result, by the plain result's shape; `None` if nothing tells.
+
+        These are the results from the `start`-th on.
+        """
         if len(mapped.tensors) != len(expected):
             return None
         dims: list[int] = []

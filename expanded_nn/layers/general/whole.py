@@ -188,7 +188,7 @@ def _sizes(values: tuple[Any, ...]) -> list[int]:
 
 
 def _spread(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """To a plain tensor `(B, *)`, or to a larger parameter."""
+    """A parameter expanded or repeated, to a plain tensor `(B, *)` or to a larger parameter."""
     own, sizes = own_of(args[0]), _sizes(args[1:])
     refuse_unless(not kwargs)
 

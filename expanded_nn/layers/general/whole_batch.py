@@ -227,15 +227,15 @@ class _OneAlone:
                 continue
 
     def agrees(self, result: Any) -> bool:
-        """Whether it gives the same in the result for all; also where random numbers leave nothing to compare."""
+        """Whether the result for all has the same for this sample; also where nothing can be compared."""
         if self.given is None:
             return self.runs
         return _are_near([x for x, _ in self._with_samples(self.given)], self._part(tensors_of(result)))
 
     def depends_on_others(self, result: Any) -> bool:
-        """Whether that is another one where all other samples are zero, or nothing can tell.
+        """Whether this sample's result is another one where all others are zero, or nothing can tell.
 
-        If it is not, rounding alone has led the sample another way, as where the nearest of a codebook's entries is
+        If it is the same, rounding alone has led the sample another way, as where the nearest entry of a codebook is
         chosen: in a batch of the same size numbers are rounded in the same way.
         """
         leaves = zip(self.call.leaves, self.dims, strict=True)
