@@ -417,7 +417,7 @@ class Order(FunctionMode):
             if reason.dim is None or dim != here or size != batch:
                 kept.append(reason._replace(dim=dim))
         is_turned = not reasons and size in (1, batch) and usual in dims and dims[here] != usual
-        if is_turned and self._are_samples(x):
+        if is_turned and self._seem_samples(x):
             kept += _by_user(func, Moved(func.__name__, None, dim=dims.index(usual)))
         self._note(kept, result)
 
@@ -447,7 +447,7 @@ class Order(FunctionMode):
         """The name of the dimension in which the samples stand in an operand, if it has any."""
         dim = next((reason.dim for reason in self.reasons(x) if reason.dim is not None), None)
         if dim is None and type(x) in places.TENSORS and x.dim() > (usual := self._samples_dim(x.dim())):
-            dim = usual if x.shape[usual] == batch and self._are_samples(x) else None
+            dim = usual if x.shape[usual] == batch and self._seem_samples(x) else None
         return "-" if dim is None or dim >= len(names) else names[dim]
 
     def _stacked(self, result: Tensor, tensors: Sequence[Tensor], dim: int = 0, **out: Any) -> Moved | None:
@@ -455,7 +455,7 @@ class Order(FunctionMode):
         usual, batch = self._samples_dim(result.dim()), self._batch()
         if batch is None or dim % result.dim() != usual or list(result.shape[:2]) != [batch, batch]:
             return None
-        return Moved("stack", None, dim=1 - usual) if all(map(self._are_samples, tensors)) else None
+        return Moved("stack", None, dim=1 - usual) if all(map(self._seem_samples, tensors)) else None
 
     def _shift(self, result: Tensor, tensors: Sequence[Tensor], dim: int = 0, **out: Any) -> None:
         """Where samples stand that were elsewhere, once `stack` has put a dimension before them, or behind."""

@@ -3375,6 +3375,23 @@ def test_positions_taken_for_samples_between_two_calls(turn: Callable[[Tensor], 
         moved_between(turn)(model, values(B, B, D))
 
 
+@pytest.mark.parametrize(
+    "turn",
+    [
+        pytest.param(lambda x: x.transpose(0, 1), id="transpose"),
+        pytest.param(lambda x: (2 * x).permute(1, 0, 2), id="permute"),
+        pytest.param(lambda x: torch.stack(x.unbind(1)), id="stack"),
+        pytest.param(lambda x: torch.einsum("btd->tbd", x), id="einsum"),
+    ],
+)
+def test_positions_taken_for_samples_in_one_pass(turn: Callable[[Tensor], Tensor]) -> None:
+    """Nothing says that `x` holds the samples, as no call of the model has it for an argument."""
+    model = on(nn.ModuleList([nn.Linear(D, D)]))
+    refused = pytest.raises(enn.PerSampleError, match=r"0 \(Linear\): its input, from .* has the samples in dimension 1")
+    with refused, enn.one_pass(model, B):
+        model[0](turn(values(B, B, D)))
+
+
 @pytest.mark.parametrize("turn", NOT_TURNED_BETWEEN_CALLS.values(), ids=NOT_TURNED_BETWEEN_CALLS)
 def test_samples_that_are_back_in_their_place_between_two_calls(turn: Callable[[Tensor], Tensor]) -> None:
     module = nn.ModuleList([nn.Linear(D, D), nn.Linear(D, 2)])
