@@ -29,7 +29,8 @@ class Recycled:
         if device.type != "cpu" or size == 0 or is_traced():
             return None
         unused = [memory for memory in self.pieces if _references(memory) == _ALONE]
-        fitting = next((memory for memory in unused if cost.memory_serves(memory.numel(), size)), None)
+        own = (memory for memory in unused if not memory.is_shared())  # with another process, which may still read it
+        fitting = next((memory for memory in own if cost.memory_serves(memory.numel(), size)), None)
         freed = {id(memory) for memory in unused if memory is not fitting}
         self.pieces = [memory for memory in self.pieces if id(memory) not in freed]
         if fitting is None:

@@ -36,6 +36,14 @@ def test_held_rows_never_change(hold: Callable[[Tensor], object]) -> None:
     assert torch.equal(before, after)
 
 
+def test_memory_shared_with_other_processes_is_not_used_again() -> None:
+    model = enn.convert(nn.Linear(40, 30)).per_sample(materialize=True)
+    sent = step(model, torch.randn(4, 40)).share_memory_().data_ptr()
+    for _ in range(3):
+        assert step(model, torch.randn(4, 40)).data_ptr() != sent
+    assert all(not piece.is_shared() for leaf in model._recorder.leaves for piece in leaf.memory.pieces)
+
+
 def test_memory_is_used_again() -> None:
     model = enn.convert(nn.Linear(40, 30)).per_sample(materialize=True)
     places = {step(model, torch.randn(4, 40)).data_ptr() for _ in range(5)}
