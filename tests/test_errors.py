@@ -2287,6 +2287,11 @@ def weights_in_a_list() -> None:
     enn.PerSampleGrads({"a": torch.ones(3, 2)}).sum([1.0, 2.0, 3.0])  # type: ignore[arg-type]
 
 
+@refused(r"PerSampleGrads\.sum: weights is .*; wanted a tensor of shape \(3,\)")
+def weights_in_an_array() -> None:
+    enn.PerSampleGrads({"a": torch.ones(3, 2)}).sum(np.ones(3))  # type: ignore[arg-type]
+
+
 @refused(r"PerSampleGrads\.matvec: what it is given has not .* it lacks \['a'\] and has \['b'\] besides")
 def other_names() -> None:
     enn.PerSampleGrads({"a": torch.ones(3, 2)}).matvec({"b": torch.ones(2)})

@@ -70,11 +70,11 @@ def refuse_others(method: str, rows: Mapping[str, Tensor], other: Mapping[str, T
 
 def refuse_other_weights(weights: Any, batch_size: int) -> None:
     """Raises if an argument is not one weight per sample."""
-    shape = getattr(weights, "shape", None)
-    if shape != (batch_size,):
+    if not isinstance(weights, Tensor) or weights.shape != (batch_size,):
+        found = f"has shape {tuple(weights.shape)}" if isinstance(weights, Tensor) else f"is {shown(weights)}"
         raise complaint(
             "PerSampleGrads.sum",
-            f"weights is {shown(weights)}" if shape is None else f"weights has shape {tuple(shape)}",
+            f"weights {found}",
             f"a tensor of shape ({batch_size},)",
             "Give one weight per sample. For several weightings W, (K, B), write torch.func.vmap(grads.sum)(W).",
         )
