@@ -57,7 +57,7 @@ def linked_pass(recorder: RecorderLike, module: nn.Module, inputs: Any, batch: i
     if not ends:
         return None
     own_passes = set(recorder.passes.alive)
-    alive = (pass_ for model in living() if model is not recorder for pass_ in model.passes.alive)
+    alive = (pass_ for model in living() if model is not recorder for pass_ in model.passes.seen_by_others())
     other_passes = {pass_ for pass_ in alive if pass_.stage is PassStage.OPEN and pass_.batch != batch}
     if not own_passes and not other_passes:
         return None

@@ -11,6 +11,9 @@ from typing import Any
 from expanded_nn._errors import complaint, warn
 
 
+_LOCK = threading.Lock()  # a thread with a model of its own looks at the passes of the others
+
+
 class PassStage(Enum):
     """How far a pass has come: no backward has reached it, one delivers its rows, or one has ended."""
 
@@ -98,8 +101,14 @@ class Passes:
         """A pass without forwards, which is not `last`: no forward joins it by itself."""
         pass_ = Pass(batch, self.opened)
         self.opened += 1
-        self.alive.add(pass_)
+        with _LOCK:
+            self.alive.add(pass_)
         return pass_
+
+    def seen_by_others(self) -> list[Pass]:
+        """The passes that are alive, for a model that another thread may run."""
+        with _LOCK:
+            return list(self.alive)
 
     def finished(self, batch: int) -> Pass:
         """A pass whose rows are there, as those of a compiled step: no graph of autograd refers to it."""
