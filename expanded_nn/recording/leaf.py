@@ -172,8 +172,7 @@ class Leaf:
     @property
     def grad(self) -> Tensor | None:
         """`.grad` of the visible parameter, `None` if there is neither."""
-        location = self.location  # asked for several times a step, so without a call of `visible_parameter`
-        parameter = self.parameter() if location is None or location.shard is None else location.shard
+        parameter = self.visible_parameter()
         return None if parameter is None else parameter.grad
 
     def is_trainable(self) -> bool:
@@ -354,12 +353,12 @@ class Leaves:
 
     def clear(self, parameters: Iterable[Tensor], *, grads: bool) -> set[Leaf]:
         """Lets go of the rows of parameters, and of their `.grad` if `grads`; their leaves. It runs at each step."""
-        cleared, by_id = set(), self.by_id
+        cleared = set()
         for parameter in parameters:
             if grads and parameter.grad is not None:
                 parameter.grad = None
-            leaf = by_id.get(id(parameter))
-            if leaf is not None and leaf.parameter() is parameter:
+            leaf = self.get(parameter)
+            if leaf is not None:
                 leaf.notes.clipped, leaf.published = None, NO_ROWS
                 cleared.add(leaf)
             parameter.grad_sample = None  # type: ignore[attr-defined]

@@ -55,7 +55,6 @@ class Order(FunctionMode):
         copies: The copies for the samples of what all of them share.
         parts: The parts of the batch.
         constants: What no sample went into.
-        turns: The dimensions that operations leave, in their new order; by the operations and their arguments.
         weights_are_outside: Whether the forward has used expanded weights outside of layers, which nobody looks at.
         is_transformed: Whether the whole forward is within a transform of `torch.func`.
     """
@@ -67,7 +66,6 @@ class Order(FunctionMode):
         self.copies = Copies(recorder)
         self.parts = BatchParts(recorder)
         self.constants = constants.Constants(recorder.modules(), recorder.escalation.tables, arguments)
-        self.turns: dict[Any, list[int] | None] = {}
         self.weights_are_outside = False
         self.is_transformed = in_transform()
 
@@ -405,7 +403,7 @@ class Order(FunctionMode):
         may_turn = sizes[usual] == batch and (1 in sizes or sizes.count(batch) > 1)
         if not reasons and not may_turn:
             return
-        dims = self._dims_after(func, x, args[1:], kwargs)
+        dims = places.dims_after(func, x.dim(), args[1:], kwargs)
         if dims is None:
             self._note(reasons, result)
             return
@@ -420,15 +418,6 @@ class Order(FunctionMode):
         if is_turned and self._seem_samples(x):
             kept += _by_user(func, Moved(func.__name__, None, dim=dims.index(usual)))
         self._note(kept, result)
-
-    def _dims_after(self, func: Any, x: Tensor, args: Any, kwargs: Any) -> list[int] | None:
-        """`places.dims_after`, once for the like calls of all layers."""
-        if next(data_in((args, kwargs)), None) is not None:
-            return None
-        key = func, x.dim(), repr(args), repr(kwargs)
-        if key not in self.turns:
-            self.turns[key] = places.dims_after(func, x, args, kwargs)
-        return self.turns[key]
 
     def _turn_by_names(self, names: Sequence[str], operands: Sequence[Any], result: Tensor) -> None:
         """`_turn`, for an operation that names the dimensions of its operands, and last those of its result."""

@@ -175,16 +175,18 @@ def is_transposed(index: Tensor, batch: int) -> bool:
     return torch.equal(index, positions.t().flatten())
 
 
-def dims_after(func: Any, x: Tensor, args: Any, kwargs: Any) -> list[int] | None:
-    """The dimensions of `x` that an operation leaves, in their new order; `None` if that is not known."""
-    sizes = range(1000, 1000 + x.dim())  # one for each dimension
+def dims_after(func: Any, dims: int, args: Any, kwargs: Any) -> list[int] | None:
+    """Which of so many dimensions an operation leaves, in their new order; `None` if that is not known."""
+    if next(tensors_in((args, kwargs)), None) is not None:
+        return None
+    sizes = range(1000, 1000 + dims)  # one for each dimension
     try:
         results: Any = tensors_in(func(torch.empty(tuple(sizes), device="meta"), *args, **kwargs))
     except (RuntimeError, TypeError, IndexError):
         return None
     result = next(results, None)
-    dims = [] if result is None else [size - 1000 for size in result.shape]
-    return dims if result is not None and len(set(dims)) == len(dims) and set(dims) <= set(range(x.dim())) else None
+    left = [] if result is None else [size - 1000 for size in result.shape]
+    return left if result is not None and len(set(left)) == len(left) and set(left) <= set(range(dims)) else None
 
 
 def einsum_names(equation: Any, *operands: Any) -> list[str] | None:

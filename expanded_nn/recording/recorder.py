@@ -468,8 +468,6 @@ class Recorder:
             shards = set(map(id, parameters))
             leaves |= {leaf for leaf in self.leaves if leaf.location and id(leaf.location.shard) in shards}
             self._drop(leaves)
-        elif len(leaves) == len(self.leaves.by_id):
-            self.store.drop_every_pass()
         elif self.store.drop(leaves):
             self.store.complete(self.leaves)
 
