@@ -28,18 +28,8 @@ def leaves_behind(*ends: Any) -> list[Tensor]:
 
 def operation_of(node: Any) -> str:
     """Of which operation of torch's a node is the backward: `"Mean"` of `MeanBackward0`; `""` for a user's Function."""
-    operation = _OPERATIONS.get(type(node))
-    if operation is None:
-        name = node.name()
-        operation, _, number = name.rpartition("Backward")
-        if not number:
-            return ""
-        if operation and type(node).__name__ == name:  # torch has a class for each; others share one
-            _OPERATIONS[type(node)] = operation
-    return operation
-
-
-_OPERATIONS: dict[type, str] = {}  # of the nodes that `operation_of` has met, by their classes: one for each operation
+    operation, _, number = node.name().rpartition("Backward")
+    return operation if number else ""
 
 
 def shape_of(node: Any, output: int = 0) -> Sequence[int]:

@@ -62,7 +62,7 @@ class Halves:
 
     def _samples_dim(self, leaf: Any) -> int | None:
         """Where the samples stand in an argument; `None` where they do not."""
-        if not _is_dense(leaf) or not leaf.dim() or is_shared_by_all(leaf):
+        if not _may_have_samples(leaf):
             return None
         dim: int = self.recorder.settings.samples_dim(leaf.dim(), self.module)
         return dim if leaf.shape[dim] == self.batch else None
@@ -88,7 +88,7 @@ class Halves:
         """Whether an argument seems to say where bags begin: they are not halved as rows are."""
         if not any(isinstance(module, nn.EmbeddingBag) for module in self.module.modules()):
             return False
-        numbers = (x for x in self.leaves if _is_dense(x) and x.dtype in (torch.int32, torch.int64) and x.dim())
+        numbers = (x for x in self.leaves if _may_have_samples(x) and x.dtype in (torch.int32, torch.int64))
         starts = (x for x in numbers if x.shape[-1] in (self.batch, self.batch + 1) and not x[..., :1].any())
         return any(bool((x.diff() >= 0).all()) for x in starts)
 
@@ -201,7 +201,7 @@ class Halves:
     def _elsewhere(self, place: int) -> Dims:
         """Where else they may stand in an argument, if anywhere."""
         leaf = self.leaves[place]
-        if not _is_dense(leaf) or not leaf.dim() or is_shared_by_all(leaf):
+        if not _may_have_samples(leaf):
             return ()
         dims = [dim for dim in range(min(leaf.dim(), 2)) if leaf.shape[dim] == self.batch]
         is_folded = len(leaf) > self.batch and len(leaf) % self.batch == 0
@@ -416,9 +416,10 @@ def _is_open(leaf: Any) -> bool:
     return type(leaf) in NUMBERS
 
 
-def _is_dense(leaf: Any) -> bool:
-    """Whether samples can be taken from it."""
-    return isinstance(leaf, Tensor) and not leaf.is_nested and leaf.layout is torch.strided
+def _may_have_samples(leaf: Any) -> bool:
+    """Whether an argument is a tensor that samples can be taken from, and that they do not all share."""
+    is_dense = isinstance(leaf, Tensor) and not leaf.is_nested and leaf.layout is torch.strided
+    return is_dense and leaf.dim() > 0 and not is_shared_by_all(leaf)
 
 
 def _copied(leaf: Any) -> Any:

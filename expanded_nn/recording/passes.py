@@ -10,7 +10,6 @@ from typing import Any
 
 from expanded_nn._errors import complaint, warn
 
-
 _LOCK = threading.Lock()  # a thread with a model of its own looks at the passes of the others
 
 
