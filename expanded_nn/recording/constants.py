@@ -119,8 +119,11 @@ def _of_class(cls: type) -> Iterator[Any]:
         functions_left += [x for x in named if isinstance(x, FunctionType)]
 
 
-# of a tensor these take the dtype and the device alone
-OF_KIND = {*functions("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")}
+# of a tensor these take the dtype and the device, and the shape at most
+OF_KIND = {
+    *functions("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"),
+    *functions("zeros_like", "ones_like", "full_like", "empty_like"),
+}
 MAKES = OF_KIND | {
     *functions("arange", "linspace", "logspace", "eye", "tensor", "meshgrid", "cartesian_prod", "tril_indices"),
     *functions("zeros", "ones", "full", "empty"),

@@ -470,7 +470,7 @@ class Order(FunctionMode):
 
     def _holds_samples(self, x: Tensor) -> bool:
         """Whether the rows of a tensor with B rows are the samples, in their order."""
-        return not self.reasons([x]) and self._are_samples(x)
+        return not self.reasons([x]) and self._seem_samples(x)
 
     def refuse(self, layer: nn.Module | None, reasons: Sequence[Moved]) -> None:
         """Raises for the first reason, if there is any that a trace cannot assume away."""

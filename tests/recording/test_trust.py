@@ -3392,6 +3392,29 @@ def test_positions_taken_for_samples_in_one_pass(turn: Callable[[Tensor], Tensor
         model[0](turn(values(B, B, D)))
 
 
+def written_in_another_order(x: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for row, sample in enumerate(ORDER.tolist()):
+        out[row] = x[sample]
+    return out
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        pytest.param(lambda x: torch.cat([x[1:], x[:1]]), id="cat"),
+        pytest.param(lambda x: torch.stack([x[i] for i in ORDER.tolist()]), id="stack"),
+        pytest.param(lambda x: torch.stack((2 * x).unbind()[::-1]), id="stack_of_a_product"),
+        pytest.param(written_in_another_order, id="written"),
+    ],
+)
+def test_parts_of_the_input_in_another_order_in_one_pass(move: Callable[[Tensor], Tensor]) -> None:
+    model = on(nn.ModuleList([nn.Linear(D, D)]))
+    refused = pytest.raises(enn.PerSampleError, match=r"0 \(Linear\): in its input samples have taken each other's")
+    with refused, enn.one_pass(model, B):
+        model[0](move(values(B, D)))
+
+
 @pytest.mark.parametrize("turn", NOT_TURNED_BETWEEN_CALLS.values(), ids=NOT_TURNED_BETWEEN_CALLS)
 def test_samples_that_are_back_in_their_place_between_two_calls(turn: Callable[[Tensor], Tensor]) -> None:
     module = nn.ModuleList([nn.Linear(D, D), nn.Linear(D, 2)])
