@@ -235,7 +235,7 @@ class Halves:
     def _compared(
         self, dims: Sequence[int | None], whole: list[Any]
     ) -> tuple[list[int | None] | None, list[int]] | None:
-        """`_dims_of_results`, where the samples stand in these dimensions of the arguments; and the strange numbers.
+        """What `_dims_of_results` gives if the samples stand in these `dims` of the arguments; and the strange numbers.
 
         It is `None` where these may be the wrong dimensions: a result still has B rows when half of the samples are
         taken there, and an argument has B in another one.

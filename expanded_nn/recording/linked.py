@@ -103,7 +103,8 @@ def _orders_of(packed: PackedSequence) -> list[Tensor]:
 def _pass_of(node: Any) -> tuple[Pass | None, list[Tensor], bool]:
     """The pass that a node of the graph belongs to, if it is that of a result, an expansion or a reentrant checkpoint.
 
-    With it come the `_orders_of` a packed sequence, and whether the samples may stand elsewhere than the model says.
+    With it come the orders of a packed sequence, by `_orders_of`, and whether its samples may stand elsewhere than the
+    model says.
     """
     if isinstance(node, Expand._backward_cls):
         return cast(Any, node).pass_, [], True
@@ -119,7 +120,7 @@ def _passes_behind(
 ) -> Iterator[tuple[Pass, list[Tensor], Moved | None]]:
     """The passes behind some nodes; the search ends at passes of the model itself.
 
-    With each come the `_orders_of` its sequences, and what has moved samples between it and the end.
+    With each come the orders of its sequences, and what has moved samples between it and the end.
 
     Args:
         ends: The nodes.

@@ -206,7 +206,7 @@ class Order(FunctionMode):
             self.moved[id(result)] = result, reasons
 
     def as_one_operation(self, function: Callable[..., Any], args: Any, kwargs: Any, layer: Any = None) -> Any:
-        """Calls a function without a look at the operations in it: torch's layers have no fused inference under a mode.
+        """Calls a function with this mode off: what is in it is not looked at, and torch's layers may run fused.
 
         Where it is the forward of a `layer`, its results are in order if its arguments stand where it expects them.
         """

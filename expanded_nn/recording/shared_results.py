@@ -146,7 +146,7 @@ class Copies:
     def _compared(
         self, func: Any, args: Any, kwargs: Any, batch: int, *, meets_samples: bool
     ) -> list[CopiesDim | None] | None:
-        """Where the samples stand in each result; `None` in one that is no copy for each of them.
+        """Where the samples stand in each result; `None` for one that has no copy for each of them.
 
         The operation is called with copies that differ, and with that of one sample alone: both have to agree. `None`
         for all where they do not. Two samples are tried, as one may agree by chance, where the operation takes the last

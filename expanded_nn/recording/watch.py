@@ -28,8 +28,8 @@ class Watch:
 
     Invariant: it is the first of the parameter's hooks, as those of the user may change the gradient.
 
-    It is silent without an expansion for guests of a `functional_call` and for parameters that have left the model,
-    which may be trained elsewhere; and within `torch.autograd.grad`, which adds nothing to `.grad`.
+    Where nothing was expanded it is silent for guests of a `functional_call`, and for parameters that have left the
+    model, which may be trained elsewhere; within `torch.autograd.grad`, which adds nothing to `.grad`, in any case.
     """
 
     __torch_unserializable__ = True  # torch.multiprocessing leaves it out without a warning

@@ -102,7 +102,7 @@ class Cell:
         return self.dense
 
     def to_read(self, memory: Recycled | None = None) -> Tensor:
-        """The rows, not to be changed; they are held from then on, but those of a slice."""
+        """The rows, to be read alone; from then on they are held, unless they are a slice of others."""
         return self.densify(memory)
 
 
