@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from collections import OrderedDict, UserDict, deque
 from collections.abc import Iterable
 from functools import cached_property, lru_cache, partial, partialmethod
 from operator import is_
-from types import CellType, FunctionType, MethodType, ModuleType
+from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ LISTS = (list, deque)
 FILLED_ANEW = (*LISTS, set)
 _CONTAINERS = OrderedDict, dict, *FILLED_ANEW
 _HOLDERS = *_CONTAINERS, tuple
+_NAMESPACES = Namespace, SimpleNamespace
 _WHOLE = Tensor | nn.Module | dict | UserDict | type  # type: ignore[type-arg]
 _BEHIND: dict[type, str] = {  # where others than functions have the function that they call
     staticmethod: "__func__",
@@ -139,10 +141,13 @@ class Outside:
 def is_users_object(value: Any) -> bool:
     """Whether it is an object with attributes, of a class that is of no library; so a mapping with items in these.
 
+    Those of a namespace are the user's, though its class is not.
+
     An object with a part in C of a library's, such as a function that numba compiles, is none: its attributes have to
     fit what is in that part.
     """
-    is_one = has_dict(value) and not isinstance(value, _WHOLE) and _is_class_of_users(type(value))
+    is_of_users = type(value) in _NAMESPACES or _is_class_of_users(type(value))
+    is_one = is_of_users and has_dict(value) and not isinstance(value, _WHOLE)
     return is_one and not any(map(_is_in_c, type(value).__mro__))
 
 
