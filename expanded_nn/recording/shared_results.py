@@ -40,6 +40,8 @@ class Form(Enum):
     REPEATED = auto()
 
 
+_MOST_KEPT = 10_000  # operations with their arguments
+
 # the dimension of the copies in a result, and the form of the plain one
 CopiesDim = tuple[int, Form]
 
@@ -131,6 +133,8 @@ class Copies:
             found = self._compared(func, args, kwargs, batch, meets_samples=meets_samples)
             if found is None:
                 raise self.recorder.forward.taking_apart(first.layer, "select" if name == "__getitem__" else name)
+            if len(told) == _MOST_KEPT:  # as where a number in the arguments is another one in each call
+                told.clear()
             told[key] = found
         for x, place in zip(results, told[key], strict=True):
             if place is not None:
