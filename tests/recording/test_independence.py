@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 import warnings
+from argparse import Namespace
 from collections import Counter, UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from io import StringIO
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -870,8 +871,17 @@ def tracked(model: Any, call: Call, first: int = 0) -> Tensor:
     return total_loss(model, call, first) + sum(LOSSES) + sum(model.tracker.losses)
 
 
-def test_what_a_comparison_leaves_in_objects_and_globals_is_undone() -> None:
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(Tracker, id="class"),
+        pytest.param(lambda: Namespace(losses=[], calls=0), id="argparse"),
+        pytest.param(lambda: SimpleNamespace(losses=[], calls=0), id="types"),
+    ],
+)
+def test_what_a_comparison_leaves_in_objects_and_globals_is_undone(make: Callable[[], Any]) -> None:
     module, x = Tracked(), torch.randn(6, 4)
+    module.tracker = make()
     expected = loop(module, Call((x,)), 6, objective=tracked)
     model = enn.convert(module).per_sample(loss_reduction="sum")
     calls_before, (name,) = (CALLS, COUNTS["calls"]), NAMED
