@@ -160,9 +160,8 @@ class Forward:
             self._refuse_other_rows(result)
         elif not self.is_one_pass and not is_traced():
             self._refuse_stale_batch_size()
-        if self._pass is not None and not self.is_one_pass:
-            self._refuse_other_passes(result, self._pass)
         if self._pass is not None:
+            self._refuse_other_passes(result, self._pass)
             input_ids = [id(x) for x in tensors(self.inputs)]  # one that is returned as it is comes from elsewhere
             own_layout = own_batch_first(self.module) is not None
             note_result([x for x in tensors(result) if id(x) not in input_ids], self._pass, own_layout=own_layout)
@@ -225,7 +224,8 @@ class Forward:
     def _refuse_other_passes(self, result: Any, own_pass: Pass) -> None:
         """Raises if the result depends on another pass, by what the model or the code around it has kept.
 
-        Passes behind the arguments are left out: `choose_pass` has looked at them.
+        Passes behind the arguments of the outermost forward are left out: `choose_pass` has looked at them. `one_pass`
+        has none, so that calls within it may not go on from others.
         """
         others = {pass_ for pass_ in self.recorder.passes.alive if pass_.may_get_backward and pass_ is not own_pass}
         if not others:
@@ -234,9 +234,10 @@ class Forward:
         ends = (x.grad_fn for x in data_in(result)) if others else ()
         pass_ = next((pass_ for pass_ in passes_behind(self.recorder, *ends) if pass_ in others), None)
         if pass_ is not None:
+            way = "by its arguments or by what" if self.is_one_pass else "by what"
             raise complaint(
                 self.recorder.name_of(self.module),
-                f"its result comes from the {pass_.batch} samples of an earlier call as well, by what it has kept of "
+                f"its result comes from the {pass_.batch} samples of an earlier call as well, {way} it has kept of "
                 f"that, so that its {own_pass.batch} samples would have rows beside those",
                 "one row for each sample",
                 f"Make both calls within one_pass(model, {own_pass.batch}); or detach what is kept, if the earlier "

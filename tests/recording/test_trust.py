@@ -2192,6 +2192,21 @@ def test_one_pass_without_the_mode_and_within_a_forward_of_its_own() -> None:
     right(model, module, lambda m, x: step(m, x) if m is model else m(x))
 
 
+@pytest.mark.parametrize("first", [nullcontext, enn.one_pass], ids=["call", "one_pass"])
+def test_one_pass_does_not_go_on_from_another_call(first: Callable[..., Any]) -> None:
+    """Each sample would have two rows, which are clipped apart."""
+    model = on(nn.ModuleDict({"encoder": nn.Linear(D, D), "decoder": nn.Linear(D, D)}))
+    with first(model, B) if first is enn.one_pass else first():
+        h = model["encoder"](values(B, D))
+    refused = pytest.raises(
+        enn.PerSampleError, match=r"by its arguments or .* Make both calls within one_pass\(model, 3\)"
+    )
+    with refused, enn.one_pass(model, B):
+        model["decoder"](h)
+    with enn.one_pass(model, B):
+        model["decoder"](h.detach())
+
+
 def test_one_pass_that_fails_leaves_nothing_open() -> None:
     module, model = parts(), on(parts())
     hook = model.enc.register_forward_hook(fails_with(KeyboardInterrupt()))
