@@ -125,9 +125,8 @@ def _size(tensor: Tensor) -> float:
 class _Before:
     """The numbers and tensors in Python before an eager step, which may change some that its graph does not."""
 
-    def __init__(self, referred: Referred, roots: Sequence[Any]) -> None:
-        self.variables = referred.variables()
-        self.state = State(roots, referred)
+    def __init__(self, referred: Referred, others: Sequence[Any]) -> None:
+        self.state = State(referred, others)
         places = (place for _, before in self.state.kept for place in items_in(before).items())
         values = [value for name, value in places if isinstance(value, Tensor) and name is not WAITING]
         tensors = {id(value): value for value in values if not _is_apart(value)}
@@ -160,7 +159,7 @@ class _Before:
                         comparison.differ(f"{kind} to which the step adds something", _COUNTED)
                 else:
                     _add_change(comparison, name, old, value)
-        for variable in self.variables:
+        for variable in self.state.variables:
             _add_change(comparison, variable.name, variable.value, variable.now())
 
 
@@ -250,7 +249,7 @@ def run_beside(
     sets |= {id(owners[number]): remake(results) for number, remake in outcome.filled}
     switched = {id(owners[number]) for number, _ in outcome.trainable}
     watched = [*call.tensors, *(grad for _, grad, _ in grads)]
-    before = _Before(referred, [*referred.reachable(), *modules, call.arguments, watched])
+    before = _Before(referred, [*modules, call.arguments, watched])
     result = step(*args, **kwargs)
     if graph.draws and not draws_alike:
         return None, None, result

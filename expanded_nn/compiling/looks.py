@@ -30,7 +30,6 @@ from expanded_nn.compiling.names import (
     PLAIN,
     Names,
     Referred,
-    Variable,
     constants,
     finds_attributes,
     is_the_users,
@@ -39,7 +38,7 @@ from expanded_nn.compiling.names import (
     set_by_users,
 )
 from expanded_nn.compiling.seen import Seen, is_kind_of_dict, plain_items
-from expanded_nn.compiling.state import State, is_of_trace, shows_others, slots_of
+from expanded_nn.compiling.state import State, shows_others, slots_of
 from expanded_nn.factored import FactoredTensor
 from expanded_nn.recording.recorder import Recorder, modules_in, recorder_of
 
@@ -397,21 +396,17 @@ class StepValues:
         Raises:
             OnlyEager: If it has set any to a tensor, which has no values.
         """
-        variables = self.referred.variables()
-        reachable = State((*self.referred.reachable(), *objects), self.referred)
+        state = State(self.referred, objects)
         try:
             yield
-            name = _without_values(variables) or reachable.set_to_tensor()
+            name = state.set_to_tensor()
             if name is not None:
                 raise OnlyEager(
                     f"it sets {name} to a tensor, which a graph does not (return the tensor and set it after the call, "
                     "change a tensor in place, or remove it at the end of the step)"
                 )
         finally:
-            reachable.restore()
-            for variable in variables:
-                if variable.now() is not variable.value:
-                    variable.put_back()
+            state.restore()
 
     @contextmanager
     def noting_changes(self, objects: Sequence[Any]) -> Iterator[None]:
@@ -440,12 +435,6 @@ class StepValues:
             if isinstance(value, dict) or place[1] is not None or _NUMBERS.isdisjoint(map(type, value)):
                 self.changed_last[place] = value
         self.changing |= {place: value for place, value in self.changed_last.items() if place in changed_before}
-
-
-def _without_values(variables: Sequence[Variable]) -> str | None:
-    """The first variable that is another value than before, and that a tensor without values, or holds one."""
-    changed = ((variable.name, now) for variable in variables if (now := variable.now()) is not variable.value)
-    return next((name for name, now in changed if is_of_trace(now)), None)
 
 
 def of_tensor(tensor: Tensor, seen: Seen) -> Hashable:

@@ -34,23 +34,29 @@ WAITING = "_waiting"  # the attribute with what is to be added to them, which is
 
 
 class State:
-    """The lists, dicts and attributes that can be reached from some values, with copies of them.
+    """The step's variables, and the lists, dicts and attributes that can be reached, with copies of them.
 
     Of objects that are no modules, those attributes that the functions which have run may find. Objects of this library
     are left out, as a trace puts them back itself; but for Kronecker factors, which users keep, and for modules, which
     have attributes of the user's.
 
+    Args:
+        referred: What the step refers to by names.
+        others: What else it can reach, as its arguments.
+
     Attributes:
+        variables: The variables, each with its value.
         kept: Lists, dicts, arrays and the like, each with a copy.
         of_owners: The ids of those dicts that are the attributes of something, whose order says nothing.
     """
 
-    def __init__(self, roots: Iterable[Any], referred: Referred) -> None:
+    def __init__(self, referred: Referred, others: Iterable[Any]) -> None:
+        self.variables = referred.variables()
         self.kept: list[tuple[Any, Any]] = []
         self.of_owners: set[int] = set()
         may_find = cache(referred.may_find)
         seen: set[int] = set()
-        left = deque(roots)
+        left = deque([*referred.reachable(), *others])
         while left and len(seen) < MOST:
             value = left.popleft()  # those that are near come first
             # what a trace imports stays imported
@@ -124,10 +130,13 @@ class State:
         return self._keep(attributes) if attributes.items() else ()
 
     def set_to_tensor(self) -> str | None:
-        """The first attribute or item that is a tensor of a trace now, in words; `None` without one.
+        """The first variable, attribute or item that is a tensor of a trace now, in words; `None` without one.
 
         What is appended to a list does not count.
         """
+        for variable in self.variables:
+            if variable.now() is not variable.value and is_of_trace(variable.now()):
+                return variable.name
         for container, before in self.kept:
             items_before, is_list = items_in(before), isinstance(container, LISTS)
             for place, value in items_in(container).items():
@@ -147,6 +156,9 @@ class State:
             new = now.keys() - before.keys()
             if new or changed:
                 container.put(new, changed)
+        for variable in self.variables:
+            if variable.now() is not variable.value:
+                variable.put_back()
 
 
 def key_of(container: Any) -> int:
