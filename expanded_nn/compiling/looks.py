@@ -283,8 +283,10 @@ class Look:
 
     def _of_places(self, value: Any, mapping: Any, getter: Callable[..., Any], places: list[Any]) -> Hashable:
         """The key of what is in some places: items of `mapping`, or attributes of `value` if that is `None`."""
-        if mapping is not None:
-            (self.seen.named.append if isinstance(value, type) else self.seen.note_items)(mapping)  # its keys
+        if mapping is not None and isinstance(value, type):
+            self.seen.note_fact(partial(list, mapping))  # its keys
+        elif mapping is not None:
+            self.seen.note_items(mapping)
         counted = [place for place in places if (id(value), place) not in self._changing]
         if not counted:
             return ()

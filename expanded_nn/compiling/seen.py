@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
@@ -28,7 +29,6 @@ class Seen:
         holders: Objects whose classes and dicts of attributes count, which may be set anew.
         dicts: Dicts whose keys and values count, in this order.
         sized: Lists, dicts and the like whose lengths count.
-        named: The dicts of classes, whose names count.
         listed: Lists, sets, and views of dicts, whose items count.
         places: What gets attributes or items, each with what it gets them of.
         tensors: Tensors whose shapes, dtypes and the like count.
@@ -41,7 +41,6 @@ class Seen:
         self.holders: list[Any] = []
         self.dicts: list[dict[Any, Any]] = []
         self.sized: list[Collection[Any]] = []
-        self.named: list[Collection[str]] = []
         self.listed: list[Collection[Any]] = []
         self.places: list[tuple[Get, Any]] = []
         self.tensors: list[Tensor] = []
@@ -86,9 +85,7 @@ class Seen:
 
     def close(self) -> None:
         """Ends the look: what is in all these places now is what has to be there."""
-        self._facts = [fact for _, fact in self.facts]
         self.ids = {*map(id, self.sized)}
-        self._names = [*map(list, self.named)]
         self._empty = [items for items in self.sized if not len(items) and not hasattr(items, "__bool__")]
         self.sized = [items for items in self.sized if len(items) or hasattr(items, "__bool__")]
         self._lengths = [*map(len, self.sized)]
@@ -99,8 +96,10 @@ class Seen:
         self.tensors = [*{id(tensor): tensor for tensor in self.tensors}.values()]
         self._strided = [tensor for tensor in self.tensors if tensor.layout is torch.strided]
         self._guards = TensorGuards(*self._strided, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-        self._others = [tensor for tensor in self.tensors if tensor.layout is not torch.strided]
-        self._traits = [*map(_FACTS, self._others)]
+        for tensor in self.tensors:
+            if tensor.layout is not torch.strided:
+                self.note_fact(partial(_FACTS, tensor))
+        self._facts = [fact for _, fact in self.facts]
 
     def _find(self) -> list[Any]:
         """What counts by its identity: what is in places, items, dicts of attributes."""
@@ -122,8 +121,6 @@ class Seen:
             return (
                 _are_same(found, self._found)
                 and self._guards.check(*self._strided)
-                and [*map(list, self.named)] == self._names
-                and [*map(_FACTS, self._others)] == self._traits
                 and [get() for get, _ in self.facts] == self._facts
             )
         except (AttributeError, KeyError, RuntimeError):  # the last one if another thread changes it meanwhile
