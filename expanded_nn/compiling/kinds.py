@@ -28,7 +28,7 @@ from expanded_nn.compiling.looks import (
 )
 from expanded_nn.compiling.names import HOOKS, PLAIN, Names, Referred, is_the_users, set_by_users
 from expanded_nn.compiling.packing import WITH_COUNT, attributes_beside_items, has_items, items_of
-from expanded_nn.compiling.seen import Seen
+from expanded_nn.compiling.seen import Seen, in_a_tuple
 from expanded_nn.compiling.watched import HOOKS_OF_TENSOR
 from expanded_nn.factored import FactoredTensor
 from expanded_nn.projection import Projection
@@ -40,7 +40,7 @@ _MEMBERS = "_parameters", "_buffers", "_modules"
 _DICTS = *_MEMBERS, *HOOKS
 _TRAITS = attrgetter("dtype", "device", "ndim")
 _HOOKS_OF_PARAMETER = attrgetter(*HOOKS_OF_TENSOR)
-_FORWARD = attrgetter("forward", "forward")  # twice, for a tuple
+_FORWARD = in_a_tuple(attrgetter, "forward")
 _GRAD_AND_HOOKS = attrgetter("grad", "_backward_hooks", "_post_accumulate_grad_hooks")
 _OF_RECORDER = attrgetter("settings", "store.suspended")
 GLOBAL_HOOKS: list[MutableMapping[int, Any]] = [
@@ -292,7 +292,7 @@ def _of_own_attributes(tensor: Tensor, names: Names, seen: Seen) -> Hashable:
     """A key for what the user has set as attributes of a tensor."""
     own = own_attributes(tensor)
     if own:
-        seen.note_places(itemgetter(*own, *own), vars(tensor))
+        seen.note_places(in_a_tuple(itemgetter, *own), vars(tensor))
     return tuple(
         (name, of_tensor(value, seen) if isinstance(value, Tensor) else Look([value], names, seen).checked())
         for name, value in own.items()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -37,7 +37,7 @@ from expanded_nn.compiling.names import (
     names_in_library,
     set_by_users,
 )
-from expanded_nn.compiling.seen import Seen, is_kind_of_dict, plain_items
+from expanded_nn.compiling.seen import Seen, in_a_tuple, is_kind_of_dict, plain_items
 from expanded_nn.compiling.state import State, shows_others, slots_of
 from expanded_nn.factored import FactoredTensor
 from expanded_nn.recording.recorder import Recorder, modules_in, recorder_of
@@ -49,7 +49,7 @@ MOST_DEPTH = 100  # of objects within objects; what is deeper counts by its iden
 _NUMBERS = {bool, int, float, complex}
 _BY_TEXT = complex, range  # of which different ones are equal
 _OF_PYDANTIC = "__pydantic_private__", "__pydantic_extra__"  # where its objects have some of their attributes
-_BASES = attrgetter("__mro__", "__mro__")  # which may be set; twice, for a tuple of it
+_BASES = in_a_tuple(attrgetter, "__mro__")  # which may be set
 _WHOLE = Tensor | nn.Module  # what counts by its identity, whatever it holds
 
 
@@ -273,15 +273,14 @@ class Look:
         self.seen.sized.append(mapping)
         if not named:
             return ()
-        get = itemgetter(*named, named[0])  # the first one twice: for a single name it would give no tuple
-        self.seen.note_places(get, mapping)
+        self.seen.note_places(in_a_tuple(itemgetter, *named), mapping)
         return tuple((name, self._of_member(mapping[name])) for name in named)
 
     def _of_member(self, value: Any) -> Hashable:
         is_own = isinstance(value, ModuleType | type) or is_written_by_users(value)
         return self._key(value) if is_own or type(value) in PLAIN else by_identity(value)
 
-    def _of_places(self, value: Any, mapping: Any, getter: Callable[..., Any], places: list[Any]) -> Hashable:
+    def _of_places(self, value: Any, mapping: Any, getter: Any, places: list[Any]) -> Hashable:
         """The key of what is in some places: items of `mapping`, or attributes of `value` if that is `None`."""
         if mapping is not None and isinstance(value, type):
             self.seen.note_fact(partial(list, mapping))  # its keys
@@ -291,8 +290,7 @@ class Look:
         if not counted:
             return ()
         source = value if mapping is None else mapping
-        # the first one twice: for a single place it would give no tuple
-        get = plain_items(counted) if is_kind_of_dict(mapping) else getter(*counted, counted[0])
+        get = plain_items(counted) if is_kind_of_dict(mapping) else in_a_tuple(getter, *counted)
         self.seen.note_places(get, source)
         for place, item in zip(counted, get(source), strict=False):
             self.items[id(value), place] = value, _outside(item)
@@ -469,7 +467,7 @@ def note_own_rows(parameter: Tensor, seen: Seen) -> None:
     attributes = vars(parameter)
     seen.sized.append(attributes)
     if "grad_sample" in attributes and recorder_of(parameter) is None:
-        seen.note_places(itemgetter("grad_sample", "grad_sample"), attributes)
+        seen.note_places(in_a_tuple(itemgetter, "grad_sample"), attributes)
 
 
 def key_of_plain(value: Any) -> Hashable:

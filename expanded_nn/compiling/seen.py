@@ -127,6 +127,11 @@ class Seen:
             return False
 
 
+def in_a_tuple(getter: Callable[..., Get], *places: Any) -> Get:
+    """What gets attributes or items in a tuple, the first one twice: of a single one there would be no tuple."""
+    return getter(*places, places[0])
+
+
 def is_kind_of_dict(mapping: Any) -> bool:
     """Whether it is a dict of another class, whose `__getitem__` may change it, as that of a `defaultdict` does."""
     return isinstance(mapping, dict) and type(mapping) is not dict
