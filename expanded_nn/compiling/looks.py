@@ -109,7 +109,7 @@ class Look:
         of_owners = tuple(self._of_object(owner) for owner in owners)
         of_classes = []
         for cls, own in members:
-            of_classes.append((cls, cls.__mro__, self._of_places(cls, vars(cls), itemgetter, own)))
+            of_classes.append((cls, cls.__mro__, self._of_places(cls, vars(cls), own)))
             self.seen.note_places(_BASES, cls)
         self.key: Hashable = (*map(self._key, values), *of_owners, *of_classes)
 
@@ -168,7 +168,7 @@ class Look:
         has_attributes = has_dict(value) or slots_of(cls) or is_the_users(cls)
         of_object = self._of_object(value) if has_attributes else ()
         if isinstance(value, partial):
-            of_keywords = self._of_places(value.keywords, value.keywords, itemgetter, list(value.keywords))
+            of_keywords = self._of_places(value.keywords, value.keywords, list(value.keywords))
             return cls, self._key(value.func), self._key(value.args), of_keywords
         if isinstance(value, CACHED):
             self.seen.note_fact(lambda: [*map(id, results_of(value))])
@@ -197,13 +197,13 @@ class Look:
     def _of_attributes(self, value: Any) -> Hashable:
         """The key of the attributes of a function or a tensor that count."""
         named = [name for name in [*vars(value)] if name in self._names.words or name == "registry"]  # singledispatch's
-        return self._of_places(value, vars(value), itemgetter, named)
+        return self._of_places(value, vars(value), named)
 
     def _of_parameter(self, value: nn.Parameter) -> Hashable:
         """The key of the attributes of a parameter that count; not the rows of a recorder, which change each time."""
         note_own_rows(value, self.seen)
         named = [name for name in own_attributes(value) if name in self._names.words]
-        return self._of_places(value, None, attrgetter, named)
+        return self._of_places(value, None, named)
 
     def _of_items(self, value: Collection[Any]) -> Hashable:
         if (id(value), None) in self._changing:
@@ -218,19 +218,19 @@ class Look:
         words, held = self._names.words, [*value]  # another thread may change it meanwhile
         named = [key for key in held if isinstance(key, str) and key in words]
         if (id(value), None) in self._changing:
-            return self._of_places(value, value, itemgetter, named)
+            return self._of_places(value, value, named)
         keys = tuple(map(_outside, held))
         self.items[id(value), None] = value, keys
         if len(value) > MOST_ITEMS:
             self.seen.note_items(value.values())
             items = tuple(map(_outside, value.values()))
-            return keys, items, self._of_places(value, value, itemgetter, named)
+            return keys, items, self._of_places(value, value, named)
         if named and not self._names.any_item:
             named += [key for key in held if not isinstance(key, str)]
         else:
             named = held
         of_keys = tuple(self._key(key) for key in held if is_the_users(type(key)))
-        return keys, of_keys, self._of_places(value, value, itemgetter, named)
+        return keys, of_keys, self._of_places(value, value, named)
 
     def _of_object(self, value: Any) -> Hashable:
         """The key of what counts among the attributes."""
@@ -258,12 +258,12 @@ class Look:
             counted = [
                 name for name in [*attributes] if name in names.words or name in any_names or name == "__wrapped__"
             ]
-            keys.append(self._of_places(value, attributes, itemgetter, counted))
+            keys.append(self._of_places(value, attributes, counted))
         slots = [name for name in slots_of(cls) if name in names.words or name in _OF_PYDANTIC]
         if slots:
             self.seen.note_fact(lambda: [hasattr(value, name) for name in slots])
         filled = [name for name in slots if hasattr(value, name)]
-        keys.append(self._of_places(value, None, attrgetter, filled))
+        keys.append(self._of_places(value, None, filled))
         return tuple(keys)
 
     def _of_library(self, value: ModuleType | type) -> Hashable:
@@ -280,7 +280,7 @@ class Look:
         is_own = isinstance(value, ModuleType | type) or is_written_by_users(value)
         return self._key(value) if is_own or type(value) in PLAIN else by_identity(value)
 
-    def _of_places(self, value: Any, mapping: Any, getter: Any, places: list[Any]) -> Hashable:
+    def _of_places(self, value: Any, mapping: Any, places: list[Any]) -> Hashable:
         """The key of what is in some places: items of `mapping`, or attributes of `value` if that is `None`."""
         if mapping is not None and isinstance(value, type):
             self.seen.note_fact(partial(list, mapping))  # its keys
@@ -289,7 +289,7 @@ class Look:
         counted = [place for place in places if (id(value), place) not in self._changing]
         if not counted:
             return ()
-        source = value if mapping is None else mapping
+        source, getter = (value, attrgetter) if mapping is None else (mapping, itemgetter)
         get = plain_items(counted) if is_kind_of_dict(mapping) else in_a_tuple(getter, *counted)
         self.seen.note_places(get, source)
         for place, item in zip(counted, get(source), strict=False):
