@@ -11,12 +11,10 @@ from torch import Tensor
 from expanded_nn.common.containers import has_dict
 from expanded_nn.common.outside import CACHED
 
-_FOR_GOOD = Tensor, str, bytes, int, float, complex, tuple, frozenset, type(None)  # what a result is and stays
-
 
 def results_of(function: Any) -> list[Any]:
     """What a function with a cache has made and gives again, as far as it may change: objects, lists, dicts."""
-    results = [value for value in _contents_of(function) if not isinstance(value, _FOR_GOOD)]
+    results = [value for value in _contents_of(function) if not isinstance(value, Tensor)]
     return [value for value in results if has_dict(value) or isinstance(value, list | dict | set)]
 
 
