@@ -153,20 +153,19 @@ class Graph:
 
         set_grad_enabled(False)
         try:
-            try:
-                with without_autocast():  # the graph has the casts that it made
-                    results = self.function(*inputs)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:  # as of a label out of range, of which the step itself says more
-                undo()
-                return f"its graph raises {first_line(error)} (the step itself does not)", inputs, (), undo
-            assumed = self.outcome.assumed
-            if assumed is not None and not bool(results[assumed + 1]):
-                undo()
-                return self.outcome.otherwise[results[assumed].tolist().index(False)], inputs, results, undo
+            with without_autocast():  # the graph has the casts that it made
+                results = self.function(*inputs)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # as of a label out of range, of which the step itself says more
+            undo()
+            return f"its graph raises {first_line(error)} (the step itself does not)", inputs, (), undo
         finally:
             set_grad_enabled(True)  # as it was: there is no graph for a call without
+        assumed = self.outcome.assumed
+        if assumed is not None and not bool(results[assumed + 1]):
+            undo()
+            return self.outcome.otherwise[results[assumed].tolist().index(False)], inputs, results, undo
         return None, inputs, results, undo
 
 
