@@ -111,13 +111,13 @@ def compile(step: Function | None = None, *, backend: str | Backend = "inductor"
         raise TypeError(str(complaint("enn.compile", f"step is {shown(step)}", wanted, remedy)))
     if not isinstance(backend, str) and not callable(backend):
         raise TypeError(f'enn.compile: backend is {shown(backend)}; wanted a name, such as "inductor", or a function.')
-    refused = sorted(options if backend != "inductor" else options.keys() & {"mode", "fullgraph", "dynamic", "options"})
-    if refused:
-        problem, wanted = f"the options {refused} are given", "options of inductor"
+    if options and backend != "inductor":
+        problem = f"the options {sorted(options)} are given with backend={shown(backend)}"
+        wanted, remedy = 'options for backend="inductor" alone', "Leave one of them out."
+        raise TypeError(str(complaint("enn.compile", problem, wanted, remedy)))
+    if of_torch := sorted(options.keys() & {"mode", "fullgraph", "dynamic", "options"}):
+        problem, wanted = f"the options {of_torch} are given", "options of inductor"
         remedy = "Leave out what is torch.compile's; give inductor's by name: enn.compile(step, max_autotune=True)."
-        if backend != "inductor":
-            problem, wanted = f"{problem} with backend={shown(backend)}", 'options for backend="inductor" alone'
-            remedy = "Leave one of them out."
         raise TypeError(str(complaint("enn.compile", problem, wanted, remedy)))
     return CompiledStep(step, backend, options)
 
