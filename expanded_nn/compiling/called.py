@@ -100,8 +100,8 @@ class Ran:
         """Adds code that no name leads to.
 
         Returns:
-            The functions whose code is new, as far as there are any still; and new code of which no function is found,
-            as `gc.freeze` hides those from before.
+            The functions of what is new in it, as far as they exist still; and the new code of which no function is
+            found, as `gc.freeze` hides those from before it.
         """
         new = {id(code): (code, namespace) for code, namespace in codes if code.co_name != "<module>"}
         new = {key: value for key, value in new.items() if key not in self.unnamed}

@@ -53,7 +53,7 @@ class Family:
     is_thorough: bool = False  # whether its graphs assume less, at a cost, as an assumption of a usual one has failed
     faults: int = 0  # how many calls in a row had no graph, or one whose assumptions failed
     runs: int = 0  # of its graphs
-    passed: set[Hashable] = field(default_factory=set)  # sorts of sizes without a graph, as they may not come again
+    passed: set[Hashable] = field(default_factory=set)  # sorts of sizes that came once and got no graph for that
 
     @classmethod
     def of(cls, shapes: Iterable[Shapes]) -> Family:
@@ -143,7 +143,7 @@ class Met:
 
 @dataclass
 class Former:
-    """The modules that had taken part when a call was of other ones, so that all graphs were let go of."""
+    """The modules whose graphs were let go of, as the step was called with other ones."""
 
     modules: WeakSet[nn.Module] = field(default_factory=WeakSet)
     in_vain: int = 0  # how many times in a row there was no graph, and no module had come back

@@ -79,6 +79,14 @@ class Look:
     numbers and other objects are looked into. Of an object, those attributes count that the functions name. Of a dict,
     those items that they name, or all if they compute keys or name none of its keys. Of lists and sets, all items.
 
+    Args:
+        values: The values.
+        names: What the step's functions refer to.
+        seen: Where all that counts is noted.
+        changing: The places that do not count, as in `StepValues`.
+        owners: Objects of which only what is in them counts, as the step itself.
+        members: Classes, each with the names of the members that count.
+
     Attributes:
         key: Equal for the same objects with equal numbers in them.
         items: What counts in each list, dict and object, by the id of that and the key or name there. Items that are
@@ -88,7 +96,7 @@ class Look:
         code: The functions that are referred to, and the user's classes whose objects were looked into.
         members: The modules, parameters, generators of random numbers and schedulers of learning rates that are
             referred to.
-        seen: Where all that counts is noted.
+        seen: As given.
     """
 
     def __init__(

@@ -76,7 +76,7 @@ class Place(NamedTuple):
     """The namespaces of an object, in which functions may be found by names."""
 
     namespaces: list[Mapping[str, Any]]
-    read_for: Names = Names()  # the names that were looked for
+    read_for: Names = Names()  # the names that were looked for there already
 
 
 class Variable(NamedTuple):

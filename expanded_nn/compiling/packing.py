@@ -88,7 +88,7 @@ def packed_items(container: Any, items: Mapping[Any, Any], parts: list[Any]) -> 
 
 
 def _packed_count(count: Any, parts: list[Any]) -> Remake:
-    """Packs a count of factors, of which a tensor with a value is made a number again."""
+    """Packs a count of factors; it is a tensor in the graph, and a number again in what is remade."""
     remake = packed(count, parts)
 
     def remake_number(new_parts: Parts) -> Any:

@@ -76,7 +76,7 @@ class Graph:
         draws: Whether it draws random numbers.
         free_dims: The dimensions of arguments whose sizes are inputs of their own.
         changed: The inputs that it changes.
-        digits: The largest distance of neighbors, relative to their size, of a dtype that it computes in.
+        digits: The precision `eps` of the least precise dtype that it computes in.
         is_compared: Whether its results were compared with those of the eager step; see `comparison.py`.
         copied: The indices of the gradients that share their memory with another tensor, and so are cloned; `None`
             before the first run.
@@ -104,9 +104,11 @@ class Graph:
             self.function = _with_same_results(backend(traced.graph, [*traced.examples, *examples]), places)
 
     def run(self, call: Call) -> tuple[str | None, Any]:
-        """Runs the step. Returns which of the graph's assumptions did not hold, if any, and what the step returns.
+        """Runs the graph, and leaves what the step leaves.
 
-        If one did not hold, nothing has changed.
+        Returns:
+            Which of the graph's assumptions did not hold, if any, so that nothing has changed; and what the step
+            returns.
         """
         otherwise, inputs, results, _ = self.compute(call)
         if otherwise is not None:
@@ -170,10 +172,11 @@ class Graph:
 
 
 def _add_inputs(graph: fx.GraphModule, sizes: Sequence[Any]) -> None:
-    """Puts sizes behind a graph's inputs: in front of them, inductor's `cpp_wrapper` takes one for another.
+    """Makes sizes inputs of a graph, which does not use them.
 
-    It does not use them, but the cache of inductor keeps only those conditions on sizes that are inputs: taken from the
-    cache, a graph that was compiled for up to 4096 samples would run for more.
+    But inductor's cache keeps only those conditions on sizes that are inputs: taken from there, a graph that was
+    compiled for up to 4096 samples would run for more. They are the last inputs, as with sizes in front of tensors
+    inductor's `cpp_wrapper` takes one input for another.
     """
     first = next(node for node in graph.graph.nodes if node.op != "placeholder")
     for size in sizes:

@@ -21,9 +21,9 @@ Get = Callable[[Any], Iterable[Any]]
 class Seen:
     """Places that are noted while a key is made, each with what is there.
 
-    `holds` is stricter than a comparison of keys: objects have to be the same ones, not equal ones. Nothing is
-    compared by a method of the user's, nor by the numbers in a tensor. It runs at each step, so most loops are in C;
-    dicts are compared by the version that Python gives them at each change, and item by item only after one.
+    `holds` is stricter than a comparison of keys: objects have to be the same ones, not equal ones. It calls no method
+    of the user's, and looks at no numbers in tensors. It runs at each step, so most loops are in C; of dicts it
+    compares the version that Python gives them at each change, and the items only where that is another one.
 
     Attributes:
         holders: Objects whose classes and dicts of attributes count, which may be set anew.

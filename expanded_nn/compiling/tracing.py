@@ -328,7 +328,7 @@ def _places_of(tensors: Sequence[Tensor], dicts: Sequence[dict[str, Any]]) -> li
 
 @contextmanager
 def _registered(register: Callable[..., Any], hook: Callable[..., Any]) -> Iterator[None]:
-    """Registers a hook of all modules or optimizers meanwhile, and not before: what is between may be interrupted."""
+    """Registers a hook of all modules or optimizers once the context is entered: before, it might be left there."""
     with register(hook):
         yield
 
@@ -413,9 +413,9 @@ def _trained(constants: Sequence[Tensor], leaves: Sequence[Tensor], changed: Col
 
 @contextmanager
 def _restored(saved: Saved, leaves: Sequence[Tensor]) -> Iterator[None]:
-    """Puts dictionaries of attributes, each given with a copy of it, back as they were.
+    """Puts back dicts of attributes, each given with a copy; the hooks of leaves; and which leaves are frozen.
 
-    So it does with the hooks of leaves, and with which leaves are frozen. New hooks of all modules are gone.
+    New hooks of all modules are removed.
     """
     trainable = [leaf.requires_grad for leaf in leaves]
     of_leaves = [(leaf, hooks_on(leaf)) for leaf in leaves]

@@ -51,7 +51,7 @@ class Operations(TorchDispatchMode):
 
     Attributes:
         draws: Whether random numbers are drawn.
-        values: The symbols of values that the step has read, `tensor.item()`, with the line of each.
+        values: The symbols that stand for values which the step has read, by `tensor.item()`, each with the line.
         tensors: The tensors that were made, each with the line that made it.
         changed: Tensors with values, such as a weight, that the trace may have changed in place, each with its version
             and a copy from before.
@@ -158,7 +158,7 @@ def _has_values(value: object) -> bool:
 
 
 def _forget_values(result: object) -> None:
-    """Tensors that torch could make numbers of have no values then: these may be others at the next call."""
+    """Takes away the values that torch knows of what a trace has computed: they may be others at the next call."""
     mode = get_innermost_proxy_mode()
     for tensor in tree_leaves(result):
         if isinstance(tensor, FakeTensor):
@@ -232,12 +232,15 @@ class Readings(FunctionMode):
         return func(*args, **(kwargs or {}))
 
     def put_back(self, leaves: Sequence[Tensor], departed: Collection[int]) -> list[Tensor]:
-        """Gives what has no part in the trace the `.grad` from before, if the step has looked at it; these tensors.
+        """Puts back what the trace has changed of tensors with values: `.grad`, `requires_grad`, and hooks.
 
-        Hooks that the step has set, and has not come to remove, are gone.
+        Args:
+            leaves: Those that the trace itself puts back.
+            departed: The ids of those that have left a model.
 
-        The `leaves` have a part in it. At those that have `departed` from a model, given by their ids, the library
-        itself looks: they count if the step has changed something.
+        Returns:
+            The other ones at whose gradients the step has looked. At those that have departed the library itself looks,
+            so that they count only if the step has changed something.
         """
         for leaf in leaves:
             self.grads.pop(id(leaf), None)
