@@ -173,8 +173,7 @@ class Graphs:
         mets: What has taken part, by the thread: models of another one may be at work, so they are not looked at.
         families: The graphs, by the kind of the call.
         former: The modules that had taken part before other ones took their places.
-        last: The last call, if a graph ran or such calls run eagerly for good; not if gradients from before the call
-            made a difference.
+        last: The last call, if one that is like it may run by the same graph, or eagerly, without a look at the rest.
         warnings: The warnings that were given, each of them once.
         called: The code that has run and is not looked at yet, by its id, each with its global namespace.
     """
@@ -281,10 +280,9 @@ class Graphs:
             args, kwargs = call.arguments
             result = self.step(*args, **kwargs)  # raises if gradients are not finite, which is no fault of the graph
         else:
-            self.last, referred = None, self.step_values.referred
-            alike = draws_alike(*self.given)
-            of_step = self._watched, self.met.modules, referred
-            otherwise, difference, result = run_beside(graph, call, *of_step, draws_alike=alike)
+            self.last = None
+            of_step = self._watched, self.met.modules, self.step_values.referred
+            otherwise, difference, result = run_beside(graph, call, *of_step, draws_alike=draws_alike(*self.given))
             graph.is_compared = otherwise is None
             self._add_called()
             if difference is not None:
