@@ -14,8 +14,8 @@ MOST_BYTES = 100_000  # of an array that is copied before each forward that may 
 
 def has_numbers(value: Any) -> bool:
     """Whether it holds numbers that can be set, and no objects: an array of NumPy or Python, a number of C."""
-    cls: Any = type(value)
-    is_of_numpy = cls.__module__ == "numpy" and hasattr(value, "tobytes") and hasattr(value, "__setitem__")
+    is_of_numpy = any(base.__module__ == "numpy" for base in type(value).__mro__)  # a class may be derived from NumPy's
+    is_of_numpy = is_of_numpy and hasattr(value, "tobytes") and hasattr(value, "__setitem__")
     return is_of_numpy or isinstance(value, _ARRAYS | NUMBERS_OF_C)
 
 

@@ -36,7 +36,8 @@ def clear_caches(tensors: Sequence[Tensor]) -> bool:
 def _contents_of(function: Any) -> list[Any]:
     """What is in the cache of a function: results, and what they were made of."""
     referents = gc.get_referents(function)
-    tables = [value for value in referents if type(value) is dict and value is not vars(function)]
+    dicts = [value for value in referents if type(value) is dict and value is not vars(function)]
+    tables = dicts[-1:]  # results come first, which may be dicts, too
     inside = {*map(id, tables), id(vars(function)), id(type(function)), id(function.__wrapped__)}
     values = [*referents, *(value for table in tables for value in table.values())]  # those of a cache without a limit
     return [value for value in values if id(value) not in inside]

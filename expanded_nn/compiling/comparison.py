@@ -57,8 +57,10 @@ class Comparison:
         self.difference = self.difference or f"its graph leaves another {name} than the eager step ({remedy})"
 
     def add(self, group: str, name: str, found: Any, wanted: Any) -> None:
-        """Adds what the graph (`found`) and the step (`wanted`) leave in one place; only tensors and numbers count."""
-        if isinstance(found, Tensor) and isinstance(wanted, Tensor):
+        """Adds what the graph (`found`) and the step (`wanted`) leave in one place: tensors, numbers, and `None`."""
+        if (found is None) is not (wanted is None):
+            self.differ(name)
+        elif isinstance(found, Tensor) and isinstance(wanted, Tensor):
             if found.shape != wanted.shape or found.dtype != wanted.dtype:
                 self.differ(name)
             elif not isinstance(found, FactoredTensor) and not isinstance(wanted, FactoredTensor):

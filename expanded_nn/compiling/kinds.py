@@ -12,6 +12,7 @@ from torch.jit import ScriptModule
 from torch.optim import Optimizer
 from torch.utils._device import DeviceContext
 
+from expanded_nn._errors import is_ours
 from expanded_nn.common.batch import contents, is_shared_by_all
 from expanded_nn.common.containers import has_dict
 from expanded_nn.common.modes import function_modes, is_autocast, saved_tensors_are_packed
@@ -177,7 +178,9 @@ def of_surroundings() -> Hashable:
         enabled = filter(torch.is_autocast_enabled, ("cpu", "cuda"))
         autocast = tuple((device, torch.get_autocast_dtype(device)) for device in enabled)
     if any(GLOBAL_HOOKS):
-        hooks = tuple(by_identity(hook) for registry in GLOBAL_HOOKS for hook in registry.values())
+        of_all = [hook for registry in GLOBAL_HOOKS for hook in [*registry.values()]]
+        # ours are there while another thread traces a step
+        hooks = tuple(by_identity(hook) for hook in of_all if not is_ours(getattr(hook, "func", hook)))
     return autocast, (*default_devices,), torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), hooks
 
 

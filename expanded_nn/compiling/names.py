@@ -49,11 +49,12 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 # special methods that a step does not call, or that tell it nothing
 _NOT_CALLED = {"__init__", "__new__", "__del__", "__repr__", "__setattr__", "__delattr__", "__init_subclass__"}
 _TAKE_ANY_ATTRIBUTE = {"getattr", "vars", "__dict__", "attrgetter", "asdict", "astuple", "fields", "eval", "exec"}
+_TAKE_ANY_ATTRIBUTE |= {"__getattribute__", "getmembers"}
 _TAKE_ANY_ATTRIBUTE |= {"model_dump", "model_dump_json", "model_copy", "to_dict", "_get_kwargs", "deepcopy"}
 _SET_ANY_ATTRIBUTE = {"setattr", "delattr", "__setattr__", "__delattr__"}
 _WITHOUT_ATTRIBUTES = {"builtins", "typing", "abc"}  # the classes of these modules set none
 _TAKE_ANY_ITEM = {"get", "pop", "values", "items", "keys", "copy", "update", "itemgetter", "getitem", "__getitem__"}
-_TAKE_ANY_ITEM |= {"repr", "dumps", "format_map", "total", "most_common", "elements"}
+_TAKE_ANY_ITEM |= {"setdefault", "popitem", "repr", "dumps", "format_map", "total", "most_common", "elements"}
 _TAKE_ANY_GLOBAL = {"globals", "eval", "exec"}
 _TAKE_ANY_MODULE = {"import_module", "__import__", "modules"}
 
@@ -489,7 +490,8 @@ def _contents(cells: Sequence[CellType]) -> list[Any]:
 @cache
 def finds_attributes(cls: type) -> bool:
     """Whether a class has methods that find attributes or items, which it may keep under other names."""
-    return cls.__module__ == _SHARED_NUMBERS or any(hasattr(cls, name) for name in ("__getattr__", "__getitem__"))
+    finds = any(hasattr(cls, name) for name in ("__getattr__", "__getitem__"))
+    return finds or cls.__module__ == _SHARED_NUMBERS or cls.__getattribute__ is not object.__getattribute__
 
 
 @cache

@@ -284,6 +284,8 @@ class _Body:
             stack.enter_context(self.ops)
             with self.readings:
                 result = self.step(*args, **kwargs)
+            if self.readings.refused is not None:  # the step has caught it, and has gone another way
+                raise self.readings.refused
             new_names = (name for tensor, own in zip(tensors, names, strict=True) for name in {*vars(tensor)} - own)
             if not all(name.startswith("_") for name in new_names):
                 raise OnlyEager("it sets an attribute of a tensor among its arguments (return what it sets)")

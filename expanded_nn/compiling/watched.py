@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import TensorWeakRef
 
-from expanded_nn._errors import LIBRARIES, NOT_THE_USERS, complaint
+from expanded_nn._errors import LIBRARIES, NOT_THE_USERS, PerSampleError, complaint
 from expanded_nn.common.functions import SIZES
 from expanded_nn.common.meanwhile import meanwhile
 from expanded_nn.common.modes import FunctionMode, has_no_values, is_batched, of_all, running_backward
@@ -43,6 +43,7 @@ _SETS_HOOKS = Tensor.register_hook, Tensor.register_post_accumulate_grad_hook
 _SYMBOLS = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 _LIFT = torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default  # of numbers in the step's code
 _FROZEN_BY_PYTHON = 5_000  # objects at most: 3.12 begins with some hundreds; with torch, `gc.freeze` takes 100,000
+_OF_MEMORY = {Tensor.storage_offset, Tensor.data_ptr, Tensor._is_view, cast(Any, Tensor._base).__get__}
 _ZERO = torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default
 
 
@@ -191,6 +192,7 @@ class Readings(FunctionMode):
         grads: The tensors with values whose `.grad` the step reads or sets, or that it freezes, each with its `.grad`
             and whether it required gradients.
         hooked: Those on which it sets hooks, each with the ids of its hooks from before.
+        refused: The first error, which the step may have caught.
     """
 
     def __init__(self) -> None:
@@ -198,8 +200,18 @@ class Readings(FunctionMode):
         self.len_lines: list[str] = []
         self.grads: dict[int, tuple[Tensor, Tensor | None, bool]] = {}
         self.hooked: dict[int, tuple[Tensor, set[int]]] = {}
+        self.refused: Exception | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return self._result_of(func, args, kwargs)
+        except Exception as error:
+            is_ours = isinstance(error, OnlyEager | PerSampleError)
+            if self.refused is None and (is_ours or reads_values(error)) and not is_called_by_libraries(func):
+                self.refused = error
+            raise
+
+    def _result_of(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func in _SETS_HOOKS and _is_fake(args[0]):
             note_hook()
         elif func in _SETS_HOOKS:
@@ -210,6 +222,8 @@ class Readings(FunctionMode):
             raise reading(line_of_user())
         if func in _EQUAL and any(map(_has_values, args)) and not is_called_by_libraries(func):
             raise reading(line_of_user())
+        if func in _OF_MEMORY and not is_called_by_libraries(func):
+            raise OnlyEager("it asks where a tensor lies in memory, as x.storage_offset() does")
         if func == _SET_DATA and not _is_fake(args[0]):
             raise OnlyEager("it sets .data of a tensor anew (change it in place under torch.no_grad(), p.sub_(...))")
         if func in _OF_GRAD and not _is_fake(args[0]):
@@ -284,7 +298,8 @@ class Generator:
         self._generator, self._thread = torch.default_generator, get_ident()
 
     def __getattr__(self, name: str) -> Any:
-        if name == "get_state" and get_ident() == self._thread and not is_called_by_libraries(torch.get_rng_state):
+        reads = name in ("get_state", "initial_seed") and get_ident() == self._thread
+        if reads and not is_called_by_libraries(getattr(torch, {"get_state": "get_rng_state"}.get(name, name))):
             raise OnlyEager("it reads the state of torch's random numbers")
         if name not in ("set_state", "manual_seed", "seed") or get_ident() != self._thread:
             return getattr(self._generator, name)

@@ -14,7 +14,7 @@ from torch.utils import checkpoint
 from expanded_nn._errors import LIBRARIES, MADE_BY_LIBRARIES
 
 # between a call and those who look at it
-_OF_TORCH = {"__torch_function__", "handle_torch_function", "__len__", "__iter__", "pad_sequence"}
+_OF_TORCH = {"__torch_function__", "_result_of", "handle_torch_function", "__len__", "__iter__", "pad_sequence"}
 
 
 def calling_frame(func: Any) -> FrameType:
