@@ -488,7 +488,7 @@ def _contents(cells: Sequence[CellType]) -> list[Any]:
 
 
 @cache
-def finds_attributes(cls: type) -> bool:
+def finds_attributes(cls: Any) -> bool:
     """Whether a class has methods that find attributes or items, which it may keep under other names."""
     finds = any(hasattr(cls, name) for name in ("__getattr__", "__getitem__"))
     return finds or cls.__module__ == _SHARED_NUMBERS or cls.__getattribute__ is not object.__getattribute__
