@@ -74,6 +74,19 @@ def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
     return tree_flatten(tree_map(lambda leaf: Opened(leaf) if _is_holder(leaf) else leaf, value))
 
 
+def outline(value: Any, *, flags: bool = True) -> Any:
+    """What stands where in arguments, by names and classes; of `flags`, which are no items of a dict, what they are."""
+    if isinstance(value, Opened):
+        value = value.value
+    if isinstance(value, tuple | list):
+        return tuple(outline(item, flags=flags) for item in value)
+    if isinstance(value, Tensor):
+        return Tensor
+    if holds_tensors(value) or isinstance(value, dict):
+        return tuple((name, outline(_get(value, name), flags=False)) for name in _names(value))
+    return value if flags and isinstance(value, bool | str) else type(value)
+
+
 def tensors_of(value: Any) -> list[Tensor]:
     """The tensors among the leaves of a value."""
     return [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from expanded_nn._errors import PerSampleError, add_note, complaint, sentence, warn
-from expanded_nn.common.modes import checkpoint_hooks, is_of_checkpoint, running_backward, uncounted
+from expanded_nn.common.modes import checkpoint_hooks, is_of_checkpoint, running_backward, uncounted, version_of
 from expanded_nn.common.steady import StateBefore
 from expanded_nn.common.traced import is_traced
 from expanded_nn.recording.comparisons import past_comparisons
@@ -120,6 +120,7 @@ class Escalation:
         looks_for_outside_use = state is not None
         if looks_for_outside_use:
             self.in_vain = ""
+        is_plain = _Plain(args, kwargs)
         while True:
             try:
                 result = self._tried(attempts.called, args, kwargs)
@@ -132,9 +133,7 @@ class Escalation:
                     attempts.undo()
                     del final  # or else this frame and the error hold each other, and all that the forward has computed
                     raise
-                may_start_over = (
-                    checkpoint_hooks() is None and _is_plain(args, kwargs) if state is None else state.restore()
-                )
+                may_start_over = checkpoint_hooks() is None and is_plain.still() if state is None else state.restore()
                 if final is None and may_start_over:
                     continue
                 attempts.undo()
@@ -310,6 +309,15 @@ class _Attempts:
         )
 
 
-def _is_plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether all arguments are tensors, numbers or strings, in which a forward leaves nothing behind."""
-    return all(value is None or isinstance(value, Tensor | int | float | str) for value in (*args, *kwargs.values()))
+class _Plain:
+    """Arguments, of which it is asked whether a forward has left nothing behind in them."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.values = (*args, *kwargs.values())
+        self.versions = [version_of(value) for value in self.values if isinstance(value, Tensor)]
+
+    def still(self) -> bool:
+        """Whether all are tensors that were not changed in place, numbers or strings."""
+        if not all(value is None or isinstance(value, Tensor | int | float | str) for value in self.values):
+            return False
+        return self.versions == [version_of(value) for value in self.values if isinstance(value, Tensor)]

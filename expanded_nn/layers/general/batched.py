@@ -58,7 +58,7 @@ class _Reads(BetweenLayers):
             return True if bool(are_true) else are_true  # as in a trace: what is so always leads nowhere
         if func in READS:
             _RUNNING.runs[-1].way.append(func.__name__)
-        elif func in JOINS:
+        elif func in JOINS and Batched not in types:  # what may be done with parameters is the table's to say
             run, operation = _RUNNING.runs[-1], along(func, args, kwargs)
             if operation not in run.joins and not is_of_ours():
                 run.joins.add(operation)

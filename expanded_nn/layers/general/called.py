@@ -12,10 +12,10 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from expanded_nn._errors import PerSampleError
+from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn.common.batch import FOLDED, unfolded
 from expanded_nn.common.containers import Opened, holds_tensors, leaves_of, rebuilt
-from expanded_nn.common.modes import checkpoint_hooks
+from expanded_nn.common.modes import checkpoint_hooks, version_of
 from expanded_nn.modules.layout import refusal
 
 
@@ -31,6 +31,24 @@ class Called:
     inputs: list[Tensor]  # the tensors among the leaves, but for single numbers
     kind: Any  # what a trial finds holds for all calls of the same kind
     is_surely_folded: bool = False  # whether folded leaves are views of the model's arguments, with the samples first
+
+    def __post_init__(self) -> None:
+        self.versions = [*map(version_of, self.inputs)]
+
+    def refuse_changes(self, module: Any, *, counts: bool = False) -> None:
+        """Raises if the forward has to run on the arguments again, and has changed one of them in place.
+
+        It has to where it was in vain, or where it `counts` in attributes.
+        """
+        if self.versions != [*map(version_of, self.inputs)]:
+            raise complaint(
+                module.qualified_name,
+                "its forward has changed an argument in place, and has to run once more, as it "
+                + ("counts in attributes" if counts else "has done what it did not do in earlier calls"),
+                "a forward that leaves its arguments as they are",
+                "Write x = x + y in place of x += y, or change a copy, x = x.clone()."
+                + ("" if counts else " Or call the model again: what the forward has done is known then."),
+            )
 
     def by_sample(self, leaves: list[Any]) -> list[tuple[Any, int | None]]:
         """Leaves like those of the call, folded ones with a dimension for the samples, and where the samples stand."""

@@ -315,6 +315,7 @@ class Mapper:
 
     def _leave_traces(self) -> None:
         """Runs the plain forward once more, for what it leaves in attributes."""
+        self.call.refuse_changes(self.module, counts=True)
         states = RandomStates([*self.module.modules(), self.call.args, self.call.kwargs])
         with torch.enable_grad(), states, self.module._unnoticed():
             self.module._plainly(self.call.args, self.call.kwargs)

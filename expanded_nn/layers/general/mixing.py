@@ -32,7 +32,13 @@ JOINS = _BY_KEY | set(
         *("logcumsumexp", "cummax", "cummin", "quantile", "nanquantile", "nanmean", "nansum", "nanmedian", "mode"),
         *("kthvalue", "std_mean", "var_mean", "dist", "cov", "corrcoef", "diff", "count_nonzero", "cosine_similarity"),
         *("mv", "dot", "inner", "outer", "kron", "conv1d", "conv2d", "conv3d", "avg_pool1d", "avg_pool2d"),
-        "interpolate",
+        *("interpolate", "softmin", "cumsum_", "cumprod_", "renorm", "renorm_", "trapezoid", "trapz", "gradient"),
+        *("sum_to_size", "argmax", "argmin", "bincount", "tril", "triu", "as_strided", "take", "embedding"),
+        *("embedding_bag", "scatter_reduce", "scatter_reduce_", "index_reduce", "index_reduce_", "frobenius_norm"),
+        *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "cross_entropy", "nll_loss", "kl_div"),
+        *("binary_cross_entropy", "binary_cross_entropy_with_logits", "gaussian_nll_loss", "poisson_nll_loss"),
+        *("cosine_embedding_loss", "hinge_embedding_loss", "margin_ranking_loss", "triplet_margin_loss"),
+        *("multi_margin_loss", "soft_margin_loss", "ctc_loss"),
     )
 ).union(attributes("T", "mT"), *(filter(callable, vars(room).values()) for room in (torch.fft, torch.linalg)))
 _TORCH, _OURS = f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[2]}{os.sep}"

@@ -23,6 +23,7 @@ from expanded_nn.common.batch import (
     readings,
     tensors,
 )
+from expanded_nn.common.containers import outline
 from expanded_nn.common.modes import unseen
 from expanded_nn.common.traced import is_traced, wait_for_values
 from expanded_nn.core import cost
@@ -81,7 +82,9 @@ def _as_usual(module: Any, args: Any, kwargs: Any) -> Called:
     sizes = (tuple(bool(n == 1) for n in x.shape) for x in inputs)
     dims = [_usual_dim(module, leaf, batch) for leaf in leaves]
     either_way = (_reads_either_way(module, leaf) for leaf in leaves)
-    kind = (module.training, bool(batch == 1), *sizes, *either_way, *dims)
+    kind: tuple[Any, ...] = (module.training, bool(batch == 1), *sizes, *either_way, *dims)
+    if not is_plain:  # the same tensors may be something else by another name, or beside another flag
+        kind = (*kind, outline(args), *((name, outline(value)) for name, value in kwargs.items()))
     return Called(args, kwargs, batch, leaves, dims, inputs, kind)
 
 

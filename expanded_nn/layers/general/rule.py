@@ -79,6 +79,12 @@ class General(Expanded):
         """Whether the samples go through it one after the other, as `vmap` fails in it."""
         return self._loops or (self._learned is not None and self._learned.loops)
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
+        if self._ranks is not None and param is not None and self._parameters[name] is param:
+            self._ranks[name] = param.dim()
+            vars(self).pop("_trials", None)  # of the parameter that was there
+
     def note_ranks(self) -> None:
         """Notes how many dimensions the parameters have now, as long as none has a batch dimension."""
         lists = [(f"{name}.", child) for name, child in self.named_modules() if isinstance(child, PARAMETER_LISTS)]
@@ -228,6 +234,7 @@ class General(Expanded):
 
     def _sample_by_sample(self, call: Called) -> Any:
         """What the forward gives each sample alone; the first call of a kind is compared with the plain forward."""
+        call.refuse_changes(self)
         mapper, told, known = self._mapper(call), self._told, self._told.compared
         if call.batch == 0:
             return mapper.without_samples()

@@ -110,15 +110,16 @@ class WholeBatch:
         wait_for_values("a module of the general rule is tried on the whole batch first")
         verdict, way = self.judged(hooks=ways.hooks) if ways.trials_left else (Verdict.WRONG, None)
         ways = ways.after(verdict, way, self.told.compared.get(self.call.kind))
+        self.told.ways[kind] = ways
         result = self.by_known_way(ways) if ways.known else NotImplemented
         if ways.known and result is NotImplemented:  # what the hooks of its children add may be what it did otherwise
-            ways = ways._replace(hooks=True)
-        self.told.ways[kind] = ways
+            self.told.ways[kind] = ways._replace(hooks=True)
         return result
 
     def by_known_way(self, ways: Ways) -> Any:
         """The result, if it went a known way."""
         told = self.told
+        self.call.refuse_changes(self.module)
         # a trace is taken back as a whole
         before = Undo([*modules_in(self.module)]) if told.leaves_something and not is_traced() else None
         with nullcontext() if before is None else before.updates:
