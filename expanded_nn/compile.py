@@ -23,7 +23,7 @@ from expanded_nn.compiling.backends import Backend, CompilerError, backend_of, d
 from expanded_nn.compiling.called import Called, Code
 from expanded_nn.compiling.comparison import run_beside
 from expanded_nn.compiling.families import Family, Former, LastCall, Met, Shapes, is_gone
-from expanded_nn.compiling.kinds import Call, of_models, of_surroundings
+from expanded_nn.compiling.kinds import Call, HasGraphs, of_models, of_surroundings
 from expanded_nn.compiling.looks import StepValues
 from expanded_nn.compiling.replay import ArgumentDim, Graph
 from expanded_nn.compiling.tracing import Traced, trace
@@ -162,7 +162,7 @@ class CompiledStep:
         return self._graphs.call(args, kwargs)
 
 
-class Graphs:
+class Graphs(HasGraphs):
     """The graphs of a step, and what they depend on.
 
     Attributes:
@@ -245,7 +245,7 @@ class Graphs:
                 if not self.met.has_run:
                     return self._run_eagerly(call, key)
             if not self.families:
-                met.first_count = len(met.modules)
+                met.first_count = self._count_of_parts()
             family = self.families[kind] = Family.of(met.first_shapes.pop(key, ()))
             latest = [*self.families.values()][-NEW_KINDS:]
             if len(latest) == NEW_KINDS and not any(other.graphs for other in latest):
@@ -496,8 +496,13 @@ class Graphs:
             f"call after call is of another kind{self.step_values.changed()} (make what changes an argument of the "
             "step: a tensor, or tensors in tuples, lists, dicts or dataclasses)"
         )
-        if len(self.met.modules) > self.met.first_count:  # new ones at each call, which would be held for ever
+        if self._count_of_parts() > self.met.first_count:  # new ones at each call, which would be held for ever
             self._begin_anew()
+
+    def _count_of_parts(self) -> int:
+        """How many modules and functions are held."""
+        referred = self.step_values.referred
+        return len(self.met.modules) + len(referred.functions) + len(referred.hooks)
 
     def _begin_anew(self) -> None:
         """Lets go of all graphs, and of the modules that they are for."""

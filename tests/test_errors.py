@@ -1945,6 +1945,38 @@ def test_a_step_that_reads_a_tensor_of_its_own(read: Callable[[Tensor], object])
         compiled_twice(change)
 
 
+@refused(r"^enn\.compile: the step reads a value of a tensor in line \d+ of .*: .*f\"\{loss\.detach\(\)\}\"")
+def a_step_that_catches_the_error_of_a_reading() -> None:
+    """A graph would go the way of the `except` at each call."""
+
+    def change(model: nn.Module, x: Tensor) -> None:
+        loss = model(x).square().sum()
+        with contextlib.suppress(Exception):
+            f"{loss.detach()}"  # noqa: B021
+            loss = 2 * loss
+        loss.backward()
+
+    compiled_twice(change)
+
+
+@refused(
+    r"^Rule: its forward has changed an argument in place, and has to run once more.*x = x \+ y.*call the model ag"
+)
+def a_new_way_after_an_argument_was_changed() -> None:
+    class Rule(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x += self.w
+            return x * self.w - self.w if x.shape[1] > 6 else x * self.w
+
+    model = on(Rule())[0]
+    for length in (5, 5, 7):
+        model(torch.randn(3, length, 4))
+
+
 @refused(
     r"^enn\.compile: step is a Linear; wanted a function .* Write @enn\.compile above def step.*torch\.co", TypeError
 )

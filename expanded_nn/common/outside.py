@@ -25,7 +25,7 @@ LISTS = (list, deque)
 FILLED_ANEW = (*LISTS, set)
 _CONTAINERS = OrderedDict, dict, *FILLED_ANEW
 _HOLDERS = *_CONTAINERS, tuple
-_NAMESPACES = Namespace, SimpleNamespace
+NAMESPACES = Namespace, SimpleNamespace
 _WHOLE = Tensor | nn.Module | dict | UserDict | type  # type: ignore[type-arg]
 _BEHIND: dict[type, str] = {  # where others than functions have the function that they call
     staticmethod: "__func__",
@@ -146,7 +146,7 @@ def is_users_object(value: Any) -> bool:
     An object with a part in C of a library's, such as a function that numba compiles, is none: its attributes have to
     fit what is in that part.
     """
-    is_of_users = type(value) in _NAMESPACES or _is_class_of_users(type(value))
+    is_of_users = type(value) in NAMESPACES or _is_class_of_users(type(value))
     is_one = is_of_users and has_dict(value) and not isinstance(value, _WHOLE)
     return is_one and not any(map(_is_in_c, type(value).__mro__))
 

@@ -119,7 +119,7 @@ class Met:
     leaves: list[torch.Tensor] = field(default_factory=list)
     noted: list[Recorder] = field(default_factory=list)  # those that have recorded rows
     has_run: bool = False  # whether there was a call
-    first_count: int = 0  # how many modules there were at the first kind of calls
+    first_count: int = 0  # how many modules and functions there were at the first kind of calls
     # the kind of a call -> the shapes of the calls that ran before any module was known
     first_shapes: dict[Hashable, list[Shapes]] = field(default_factory=dict)
 

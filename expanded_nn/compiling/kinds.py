@@ -50,6 +50,10 @@ GLOBAL_HOOKS: list[MutableMapping[int, Any]] = [
 ]
 
 
+class HasGraphs:
+    """What has graphs of its own, as a compiled step does: the tensors in these are nobody else's arguments."""
+
+
 class Call:
     """The arguments of a call.
 
@@ -107,9 +111,10 @@ class Call:
             return cls, self._number(value), tuple([self._of(item) for item in value])
         if isinstance(value, dict) or has_items(value):
             number, of_both = self._number(value), (items_of(value), attributes_beside_items(value))
-            return cls, number, tuple([tuple([(key, self._of(held)) for key, held in of.items()]) for of in of_both])
+            items = [tuple([(_key_of(key), self._of(held)) for key, held in of.items()]) for of in of_both]
+            return cls, number, tuple(items)
         # those in an optimizer, as in the `self` of a method, are the models'
-        held = () if cls is Projection else contents(value, closed=(Optimizer,))
+        held = () if cls is Projection else contents(value, closed=(Optimizer, HasGraphs))
         if any(isinstance(part, Tensor) for part in held):
             raise OnlyEager(
                 f"an argument is a {cls.__name__} that holds tensors (give these, in tuples, lists, dicts or "
@@ -120,6 +125,13 @@ class Call:
 
     def _number(self, container: Any) -> int:
         return self.containers.setdefault(id(container), len(self.containers))
+
+
+def _key_of(key: Any) -> Hashable:
+    """A key for that of a dict; `1` and `True` are equal there, and of tensors it is not known."""
+    if type(key) is str:
+        return key
+    return by_identity(key) if isinstance(key, Tensor) else (type(key), key)
 
 
 def _of_argument(tensor: Tensor, tensors: dict[int, Tensor]) -> Hashable:

@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from expanded_nn._errors import shown
 from expanded_nn.common.arrays import has_numbers, key_of_numbers
 from expanded_nn.common.containers import has_dict
-from expanded_nn.common.outside import CACHED
+from expanded_nn.common.outside import CACHED, NAMESPACES
 from expanded_nn.common.steady import is_generator
 from expanded_nn.common.traced import OnlyEager
 from expanded_nn.compiling.caches import results_of
@@ -48,6 +48,7 @@ MOST_PARTS = 10_000  # lists, dicts and objects; a step with more runs eagerly
 MOST_DEPTH = 100  # of objects within objects; what is deeper counts by its identity
 _NUMBERS = {bool, int, float, complex}
 _BY_TEXT = complex, range  # of which different ones are equal
+_SETTINGS = {*PLAIN, dict, list, *NAMESPACES}  # what counts also where a library has it
 _OF_PYDANTIC = "__pydantic_private__", "__pydantic_extra__"  # where its objects have some of their attributes
 _BASES = in_a_tuple(attrgetter, "__mro__")  # which may be set
 _WHOLE = Tensor | nn.Module  # what counts by its identity, whatever it holds
@@ -286,7 +287,7 @@ class Look:
 
     def _of_member(self, value: Any) -> Hashable:
         is_own = isinstance(value, ModuleType | type) or is_written_by_users(value)
-        return self._key(value) if is_own or type(value) in PLAIN else by_identity(value)
+        return self._key(value) if is_own or type(value) in _SETTINGS else by_identity(value)
 
     def _of_places(self, value: Any, mapping: Any, places: list[Any]) -> Hashable:
         """The key of what is in some places: items of `mapping`, or attributes of `value` if that is `None`."""

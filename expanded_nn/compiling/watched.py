@@ -26,7 +26,7 @@ from expanded_nn.common.modes import FunctionMode, has_no_values, is_batched, of
 from expanded_nn.common.traced import OnlyEager, assume, is_traced, note_hook, note_zeroed
 from expanded_nn.core import cost
 from expanded_nn.factored import FactoredTensor, is_hidden
-from expanded_nn.recording.callers import is_called_by_libraries, line_of_user, text_of
+from expanded_nn.recording.callers import is_asked_by_users, is_called_by_libraries, line_of_user, text_of
 from expanded_nn.recording.leaf import Leaf, Published
 
 READ = torch.ops.aten._local_scalar_dense.default
@@ -206,8 +206,8 @@ class Readings(FunctionMode):
         try:
             return self._result_of(func, args, kwargs)
         except Exception as error:
-            is_ours = isinstance(error, OnlyEager | PerSampleError)
-            if self.refused is None and (is_ours or reads_values(error)) and not is_called_by_libraries(func):
+            is_told = isinstance(error, OnlyEager | PerSampleError) or reads_values(error)
+            if self.refused is None and is_told and not is_called_by_libraries(func):
                 self.refused = error
             raise
 
@@ -222,7 +222,7 @@ class Readings(FunctionMode):
             raise reading(line_of_user())
         if func in _EQUAL and any(map(_has_values, args)) and not is_called_by_libraries(func):
             raise reading(line_of_user())
-        if func in _OF_MEMORY and not is_called_by_libraries(func):
+        if func in _OF_MEMORY and is_asked_by_users():
             raise OnlyEager("it asks where a tensor lies in memory, as x.storage_offset() does")
         if func == _SET_DATA and not _is_fake(args[0]):
             raise OnlyEager("it sets .data of a tensor anew (change it in place under torch.no_grad(), p.sub_(...))")

@@ -14,7 +14,8 @@ from torch.utils import checkpoint
 from expanded_nn._errors import LIBRARIES, MADE_BY_LIBRARIES
 
 # between a call and those who look at it
-_OF_TORCH = {"__torch_function__", "_result_of", "handle_torch_function", "__len__", "__iter__", "pad_sequence"}
+_OF_MODES = {"__torch_function__", "_result_of", "_looked_at", "handle_torch_function"}
+_OF_TORCH = {*_OF_MODES, "__len__", "__iter__", "pad_sequence"}
 
 
 def calling_frame(func: Any) -> FrameType:
@@ -35,6 +36,14 @@ def calling_frame(func: Any) -> FrameType:
 def is_called_by_libraries(func: Any) -> bool:
     """Whether an operation is torch's or ours: `pack_padded_sequence`, which notes the order, or a layer."""
     return calling_frame(func).f_code.co_filename.startswith(LIBRARIES)
+
+
+def is_asked_by_users() -> bool:
+    """Whether the user's code asks for what a mode hears of: there is nothing between them but other modes."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_name in _OF_MODES:
+        frame = frame.f_back
+    return not frame.f_code.co_filename.startswith(LIBRARIES)
 
 
 def is_in_reentrant_checkpoint() -> bool:

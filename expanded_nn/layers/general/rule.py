@@ -81,7 +81,9 @@ class General(Expanded):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         super().register_parameter(name, param)
-        if self._ranks is not None and param is not None and self._parameters[name] is param:
+        if self._ranks is None or param is None or self._parameters[name] is not param:
+            return
+        if self._ranks.get(name) != param.dim():
             self._ranks[name] = param.dim()
             vars(self).pop("_trials", None)  # of the parameter that was there
 
