@@ -1952,7 +1952,7 @@ def a_step_that_catches_the_error_of_a_reading() -> None:
     def change(model: nn.Module, x: Tensor) -> None:
         loss = model(x).square().sum()
         with contextlib.suppress(Exception):
-            f"{loss.detach()}"  # noqa: B021
+            f"{loss.detach()}"
             loss = 2 * loss
         loss.backward()
 
