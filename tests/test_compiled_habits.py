@@ -5,7 +5,6 @@ from collections import Counter, OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import cycle
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -269,19 +268,18 @@ class Cycles(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.scales = nn.Linear(8, 3), cycle([1.0, 2.0, 3.0])
+        self.layer, self.scales = nn.Linear(8, 3), iter([1.0, 2.0, 3.0] * 10)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x)  # type: ignore[no-any-return]
 
 
-@pytest.mark.filterwarnings("ignore:Pickle, copy, and deepcopy support:DeprecationWarning")  # of Python 3.13
 def test_an_iterator_of_a_module() -> None:
     def program(model: Any, wrap: Any) -> Any:
         compiled = wrap(lambda x, y: trained(model, x, y, next(model.scales)))
         return lambda number, x, y: compiled(x, y), None
 
-    assert compared(program, "it refers to an iterator, a cycle", Cycles) == 0
+    assert compared(program, "it refers to an iterator, a list_iterator", Cycles) == 0
 
 
 def test_more_objects_than_are_looked_into() -> None:

@@ -1,6 +1,7 @@
 """A compiled step whose calls differ in little: by tensors that are one, hooks of arguments, names, negated numbers."""
 
 import random
+import sys
 import warnings
 from collections import UserDict, defaultdict
 from collections.abc import Callable
@@ -355,7 +356,8 @@ def test_attributes_that_are_no_fields() -> None:
 
         return call, None
 
-    assert compared(program, None) == 1
+    # Python 3.14 sets `__slotnames__` of the class once an object is copied, which makes another kind
+    assert compared(program, None) == (1 if sys.version_info < (3, 14) else 2)
 
 
 class Named(dict[str, Tensor]):

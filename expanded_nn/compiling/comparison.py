@@ -166,8 +166,11 @@ class _Before:
 
 
 def _is_own_state(place: Any) -> bool:
-    """Whether it is the name of an attribute that the library sets; keys of users compare in their own way."""
-    return type(place) is str and place in (*OWN_STATE, "grad_sample")
+    """Whether it is the name of an attribute that the library sets; keys of users compare in their own way.
+
+    Python notes the slots of a class where the first of its objects is copied.
+    """
+    return type(place) is str and place in (*OWN_STATE, "grad_sample", "__slotnames__")
 
 
 def _by_id(items: Iterable[Any]) -> dict[Any, Any]:

@@ -292,7 +292,7 @@ class Look:
     def _of_places(self, value: Any, mapping: Any, places: list[Any]) -> Hashable:
         """The key of what is in some places: items of `mapping`, or attributes of `value` if that is `None`."""
         if mapping is not None and isinstance(value, type):
-            self.seen.note_fact(partial(list, mapping))  # its keys
+            self.seen.note_fact(lambda: [name for name in mapping if name != "__slotnames__"])  # a copy sets that
         elif mapping is not None:
             self.seen.note_items(mapping)
         counted = [place for place in places if (id(value), place) not in self._changing]
