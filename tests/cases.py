@@ -633,7 +633,7 @@ def recurrence(states: Sequence[tuple[int, ...]], lengths: tuple[int, ...] = ())
 
     def call(batch: int) -> Call:
         tensors = [torch.randn(batch, *shape) for shape in ((STEPS, FEATURES), *states)]
-        return Call(tuple(tensors), {"lengths": torch.tensor(lengths[:batch])} if lengths else {})
+        return Call(tuple(tensors), {"lengths": torch.tensor(lengths[:batch], device="cpu")} if lengths else {})
 
     return call
 

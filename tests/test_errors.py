@@ -839,7 +839,9 @@ class OfSequences(nn.Module):
     r"small module of their own, .* or pack within the forward\.$"
 )
 def a_packed_sequence_for_a_module_with_parameters() -> None:
-    sequences = pack_padded_sequence(torch.randn(3, 5, 3), torch.tensor([2, 5, 3]), True, enforce_sorted=False)
+    sequences = pack_padded_sequence(
+        torch.randn(3, 5, 3), torch.tensor([2, 5, 3], device="cpu"), True, enforce_sorted=False
+    )
     enn.convert(OfSequences()).per_sample()(sequences)
 
 

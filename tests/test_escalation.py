@@ -185,7 +185,7 @@ def with_a_branch() -> nn.Module:
 
 def written_in_place() -> nn.Module:
     def forward(m: Any, x: Tensor) -> Tensor:
-        out = torch.zeros(*x.shape, dtype=x.dtype)
+        out = torch.zeros_like(x)
         out[:, ::2] = m.linear(x[:, ::2].flatten(0, 1)).unflatten(0, (len(x), -1))
         return out
 
@@ -226,7 +226,7 @@ def argument_of_b_rows() -> nn.Module:
     """A table that all samples share, and that has B rows by chance."""
     inner = Does(lambda m, x, table: x * m.scale + (table * m.scale).sin().sum(0))
     inner.scale = nn.Parameter(torch.linspace(0.5, 1, D))
-    part = Does(lambda m, x: m.inner(x, torch.linspace(-1, 1, B * D).view(B, D)), inner=inner)
+    part = Does(lambda m, x: m.inner(x, torch.linspace(-1, 1, B * D, device=x.device).view(B, D)), inner=inner)
     return Around(part)
 
 

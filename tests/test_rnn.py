@@ -141,7 +141,7 @@ def test_small_states_go_through_torchs_kernel(keeps_gates: bool, monkeypatch: p
     of_steps(model, x.transpose(0, 1).float()).backward()
     assert_close_rows({name: p.grad_sample.double() for name, p in model.named_parameters()}, expected, 1e-5)
     assert len(looped) == 4 * keeps_gates
-    packed = pack_padded_sequence(x.float(), torch.tensor([5, 3, 1]))
+    packed = pack_padded_sequence(x.float(), torch.tensor([5, 3, 1], device="cpu"))
     for layer, given in ((model, packed), (enn.convert(nn.LSTM(FEATURES, HIDDEN, proj_size=2).float()), x.float())):
         looped.clear()
         layer.per_sample(batch_first=False)(given)
@@ -325,14 +325,16 @@ def test_the_layer_on_its_own_knows_its_batch(kind: str) -> None:
         rnn(x if batch_first else x.transpose(0, 1))[0].sum().backward()
         assert all(len(p.grad_sample) == BATCH for p in rnn.parameters())
         rnn.zero_grad()
-        packed = pack_padded_sequence(x, torch.tensor([1, 5, 2]), batch_first=True, enforce_sorted=False)
+        packed = pack_padded_sequence(x, torch.tensor([1, 5, 2], device="cpu"), batch_first=True, enforce_sorted=False)
         rnn(packed)[0].data.sum().backward()
         assert all(len(p.grad_sample) == BATCH for p in rnn.parameters())
 
 
 def test_packed_output_keeps_its_order() -> None:
     rnn = enn.LSTM(FEATURES, HIDDEN).per_sample()
-    packed = pack_padded_sequence(torch.randn(STEPS, BATCH, FEATURES), torch.tensor([1, 5, 2]), enforce_sorted=False)
+    packed = pack_padded_sequence(
+        torch.randn(STEPS, BATCH, FEATURES), torch.tensor([1, 5, 2], device="cpu"), enforce_sorted=False
+    )
     out, _ = rnn(packed)
     assert out.batch_sizes is packed.batch_sizes
     assert out.sorted_indices is packed.sorted_indices
@@ -448,7 +450,7 @@ def test_wrong_sizes_give_torch_s_own_error(kind: str, arguments: tuple[Any, ...
 
 
 def test_wrong_sizes_of_a_packed_sequence_give_torch_s_own_error() -> None:
-    packed = pack_padded_sequence(torch.randn(5, 3, 7), torch.tensor([5, 3, 1]))
+    packed = pack_padded_sequence(torch.randn(5, 3, 7), torch.tensor([5, 3, 1], device="cpu"))
     theirs, ours = both(nn.GRU(FEATURES, HIDDEN), packed)
     assert str(ours) == str(theirs)
 
@@ -508,7 +510,7 @@ class Feed(nn.Module):
         pytest.param(lambda x: x[1:2], r"layer \(LSTM\): .*is a slice", id="slice"),
         pytest.param(lambda x: x[0], r"layer \(LSTM\): input has shape \(5, 4\); wanted a batch", id="unbatched"),
         pytest.param(
-            lambda x: pack_padded_sequence(x[:3], torch.tensor([5, 3, 1]), batch_first=True),
+            lambda x: pack_padded_sequence(x[:3], torch.tensor([5, 3, 1], device="cpu"), batch_first=True),
             r"layer \(LSTM\): input is a PackedSequence of 3 sequences; wanted 4",
             id="packed",
         ),

@@ -3488,7 +3488,7 @@ def test_checkpoint_around_two_calls_and_an_index(*, reentrant: bool) -> None:
     module = Moved(*MOVES["index"])
 
     def first(m: Any, x: Tensor) -> Tensor:
-        return m.first(x).index_select(0, torch.arange(len(x)))
+        return m.first(x).index_select(0, torch.arange(len(x), device=x.device))
 
     def both(m: Any, x: Tensor) -> Tensor:
         return m.second(first(m, x).tanh())
