@@ -245,7 +245,7 @@ class Graphs(HasGraphs):
                 if not self.met.has_run:
                     return self._run_eagerly(call, key)
             if not self.families:
-                met.first_count = self._count_of_parts()
+                met.first_count = met.count(self.step_values.referred)
             family = self.families[kind] = Family.of(met.first_shapes.pop(key, ()))
             latest = [*self.families.values()][-NEW_KINDS:]
             if len(latest) == NEW_KINDS and not any(other.graphs for other in latest):
@@ -496,13 +496,8 @@ class Graphs(HasGraphs):
             f"call after call is of another kind{self.step_values.changed()} (make what changes an argument of the "
             "step: a tensor, or tensors in tuples, lists, dicts or dataclasses)"
         )
-        if self._count_of_parts() > self.met.first_count:  # new ones at each call, which would be held for ever
+        if self.met.count(self.step_values.referred) > self.met.first_count:  # new ones, which would be held for ever
             self._begin_anew()
-
-    def _count_of_parts(self) -> int:
-        """How many modules and functions are held."""
-        referred = self.step_values.referred
-        return len(self.met.modules) + len(referred.functions) + len(referred.hooks)
 
     def _begin_anew(self) -> None:
         """Lets go of all graphs, and of the modules that they are for."""

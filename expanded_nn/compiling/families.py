@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from expanded_nn.compiling.kinds import Call
+from expanded_nn.compiling.names import Referred
 from expanded_nn.compiling.replay import ArgumentDim, Graph
 from expanded_nn.compiling.seen import Seen
 from expanded_nn.modules.base import PerSampleModule
@@ -129,6 +130,10 @@ class Met:
         own = (module._recorder for module in self.modules if isinstance(module, PerSampleModule))
         recorders = dict.fromkeys([*self.noted, *own])
         return [recorder for recorder in recorders if recorder is not None and not is_gone(recorder)]
+
+    def count(self, referred: Referred) -> int:
+        """How many modules and functions are held."""
+        return len(self.modules) + len(referred.functions) + len(referred.hooks)
 
     def add(self, modules: Iterable[nn.Module], recorders: Iterable[Recorder]) -> None:
         """Adds modules with all within, and recorders."""
