@@ -303,14 +303,17 @@ def _factors(norms: Tensor, max_norm: MaxNorm) -> Tensor:
     if callable(max_norm):
         factors = max_norm(norms.clone())  # it may change them in place
         factors = factors.detach() if isinstance(factors, Tensor) else factors
-        if not isinstance(factors, Tensor) or factors.shape != norms.shape:
+        if not isinstance(factors, Tensor) or factors.shape != norms.shape or factors.is_complex():
             returned = f"shape {tuple(factors.shape)}" if isinstance(factors, Tensor) else f"a {type(factors).__name__}"
+            if isinstance(factors, Tensor) and factors.is_complex():
+                returned = "complex numbers"
             raise complaint(
                 "clip_grad_sample_norms_",
                 f"the function given as max_norm returned {returned}",
                 f"a tensor of shape {tuple(norms.shape)}, the number that multiplies each sample's gradient",
                 "Return one number per sample, such as max_norm / norms.clamp(min=max_norm).",
             )
+        factors = factors.to(norms.device)
         bad = _nonfinite(factors, "call after call the function given as max_norm returns inf or NaN")
         if bad:
             raise complaint(

@@ -2709,6 +2709,12 @@ def clipping_by_the_inverse_of_a_norm_of_zero() -> None:
     enn.clip_grad_sample_norms_(model, lambda norms: 1 / norms)
 
 
+@refused(r"the function given as max_norm returned complex numbers; wanted a tensor of shape \(3,\)")
+def clipping_by_complex_numbers() -> None:
+    rows_held(model := on(nn.Linear(4, 4)))
+    enn.clip_grad_sample_norms_(model, lambda norms: 1j * norms)
+
+
 @refused(r"the function given as max_norm returned a float; wanted a tensor of shape \(3,\)")
 def clipping_by_a_number_of_python() -> None:
     model = on(nn.Linear(4, 4))
