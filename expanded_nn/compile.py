@@ -22,7 +22,7 @@ from expanded_nn.common.traced import FirstEager, LookFirst, OnlyEager, TraceErr
 from expanded_nn.compiling.backends import Backend, CompilerError, backend_of, draws_alike
 from expanded_nn.compiling.called import Called, Code
 from expanded_nn.compiling.comparison import run_beside
-from expanded_nn.compiling.families import Family, Former, LastCall, Met, Shapes, is_gone
+from expanded_nn.compiling.families import BEGUN_ANEW, Family, Former, LastCall, Met, Shapes, is_gone
 from expanded_nn.compiling.kinds import Call, HasGraphs, of_models, of_surroundings
 from expanded_nn.compiling.looks import StepValues
 from expanded_nn.compiling.replay import ArgumentDim, Graph
@@ -193,7 +193,8 @@ class Graphs(HasGraphs):
         if not torch.is_grad_enabled() or running_backward() >= 0 or torch.compiler.is_compiling() or is_traced():
             return self.step(*args, **kwargs)
         with self.lock:
-            return self._call(args, kwargs)
+            result = self._call(args, kwargs)
+            return self._call(args, kwargs) if result is BEGUN_ANEW else result  # here nothing of before is held
 
     @property
     def met(self) -> Met:
@@ -241,15 +242,14 @@ class Graphs(HasGraphs):
         if family is None:
             if len(self.families) >= MOST_KINDS:  # those that came once are let go of: what they hold may be a batch
                 self.families = {key: one for key, one in self.families.items() if one.graphs or one.is_eager}
-                self._warn_of_kinds()
-                if not self.met.has_run:
-                    return self._run_eagerly(call, key)
+                if self._warn_of_kinds():
+                    return BEGUN_ANEW
             if not self.families:
                 met.first_count = met.count(self.step_values.referred)
             family = self.families[kind] = Family.of(met.first_shapes.pop(key, ()))
             latest = [*self.families.values()][-NEW_KINDS:]
-            if len(latest) == NEW_KINDS and not any(other.graphs for other in latest):
-                self._warn_of_kinds()
+            if len(latest) == NEW_KINDS and not any(other.graphs for other in latest) and self._warn_of_kinds():
+                return BEGUN_ANEW
         if not family.by_shapes:  # the first of its kind
             family.by_shapes[call.shapes] = None
             return self._run_eagerly(call, compares=len(self.families) < NEW_KINDS)
@@ -491,13 +491,14 @@ class Graphs(HasGraphs):
         family.drop_graphs()
         self._warn_of_eager(reason)
 
-    def _warn_of_kinds(self) -> None:
+    def _warn_of_kinds(self) -> bool:
         self._warn_of_eager(
             f"call after call is of another kind{self.step_values.changed()} (make what changes an argument of the "
             "step: a tensor, or tensors in tuples, lists, dicts or dataclasses)"
         )
-        if self.met.count(self.step_values.referred) > self.met.first_count:  # new ones, which would be held for ever
-            self._begin_anew()
+        if has_grown := self.met.count(self.step_values.referred) > self.met.first_count:
+            self._begin_anew()  # as what is new at each call would be held for ever
+        return has_grown
 
     def _begin_anew(self) -> None:
         """Lets go of all graphs, and of the modules that they are for."""

@@ -1,5 +1,7 @@
 """A tensor of a step that is kept outside of it, which a graph would not do, is named by its line."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -87,3 +89,31 @@ def test_what_is_returned_or_held_is_not_kept() -> None:
         torch.testing.assert_close(left["grads"]["0.weight"].to_dense(), model[0].weight.grad_sample.to_dense())
         assert left["rows"][0]["0.weight"].shape == (4, 16, 8)
     assert len(graphs(step)) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*call after call is of another kind")
+@pytest.mark.parametrize("is_hook", [False, True], ids=["argument", "hook"])
+def test_functions_that_are_new_at_each_call_are_let_go_of(*, is_hook: bool) -> None:
+    model, functions = enn.convert(perceptron()).per_sample(), []
+
+    @enn.compile(backend="eager")
+    def step(x: Tensor, y: Tensor, change: Any = None) -> None:
+        loss_of(model if change is None else lambda x: change(model(x)), x, y)
+
+    def call(x: Tensor, y: Tensor) -> None:
+        shift = torch.zeros(())
+        if is_hook:
+            changed = lambda module, args, output: output + shift  # noqa: E731
+            handle = model[0].register_forward_hook(changed)
+            step(x, y)
+            handle.remove()
+        else:
+            changed = lambda output: output + shift  # noqa: E731
+            step(x, y, changed)
+        functions.append(weakref.ref(changed))
+
+    for x, y in samples(*[4] * 40):
+        model.zero_grad()
+        call(x, y)
+    gc.collect()
+    assert sum(function() is not None for function in functions) < 20

@@ -110,6 +110,9 @@ class Family:
         self.by_shapes = dict.fromkeys(self.by_shapes)
 
 
+BEGUN_ANEW = object()  # what a call gives where all that was known has been let go of, and it has not run
+
+
 @dataclass
 class Met:
     """What has taken part in the calls of a step, by one thread."""
