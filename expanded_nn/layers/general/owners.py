@@ -80,10 +80,15 @@ class Owners:
 
     @beside_trace
     def refuse_others_places(self, result: Any, dims: Sequence[int]) -> None:
-        """Raises unless the samples stand in `dims` of the tensors that are returned, in order."""
+        """Raises unless the samples stand in `dims` of the tensors that are returned, in order.
+
+        Of a mean or a sum over the samples nothing is asked.
+        """
         for x, dim in zip(tensors_of(result), dims, strict=True):
-            samples = self.of(x)
-            if samples is not None and not bool(((samples == self._standing_in(x, dim)) | (samples == NOBODY)).all()):
+            samples = self.of(x) if dim >= FOLDED else None
+            if samples is None or samples is (wanted := self._standing_in(x, dim)):
+                continue
+            if not bool(((samples == wanted) | (samples == NOBODY)).all()):
                 raise Unknown
 
     def note(self, x: Tensor, samples: Samples) -> None:

@@ -4,8 +4,9 @@ A call goes this way (`General.expanded_forward`):
 
 1. Its arguments are read: where do the samples stand in each (`reading.py`)?
 2. If they stand first, the forward runs on the whole batch (`whole_batch.py`). In place of the parameters it has
-   tensors with a value per sample; the table in `whole.py` says what may be done with them. The result counts only if a
-   comparison with step 3 was right, for this kind of call and this way through the forward (`trial.py`).
+   tensors with a value per sample; the table in `whole.py` says what may be done with them. Where that does not do, the
+   graph is asked whose each row is, as of a forward that folds its samples (`folded_batch.py`). The result counts only
+   if a comparison with step 3 was right, for this kind of call and this way through the forward (`trial.py`).
 3. Otherwise each sample goes through the forward alone (`_sample_by_sample`), under `vmap` or in a loop. The first
    result for a kind of call is compared with that of the plain forward.
 """
@@ -31,6 +32,7 @@ from expanded_nn.common.steady import RandomStates, Undo
 from expanded_nn.common.traced import TraceError, is_traced, refuse_values, wait_for_values
 from expanded_nn.core import cost
 from expanded_nn.layers.general.called import Called, called, once_per_sample
+from expanded_nn.layers.general.folded_batch import FoldedBatch
 from expanded_nn.layers.general.left import close, put_in_place
 from expanded_nn.layers.general.mapped import NOT_OF_THE_FORWARD, Mapper, left_together
 from expanded_nn.layers.general.plain import Plain
@@ -65,7 +67,8 @@ class General(Expanded):
     compares_first: ClassVar[bool] = True
     _trials: Told | None = None  # made when `_told` is first asked for
     _alone: ClassVar[bool] = False  # whether modules of the class go through the rule with all that is in them
-    _on_whole_batch: ClassVar[type[WholeBatch]] = WholeBatch
+    # how its forward may run on the whole batch, the fastest first: the next one is tried where one cannot
+    _on_whole_batch: ClassVar[Sequence[type[WholeBatch]]] = (WholeBatch, FoldedBatch)
     _loops: ClassVar[bool] = False  # whether their samples go in a loop, as `vmap` fails
     _ranks: dict[str, int] | None = None  # own parameter, in lists too, -> its number of dimensions at conversion
 
@@ -158,7 +161,7 @@ class General(Expanded):
         """The result for all samples, with a graph for the rows."""
         call = read(self, args, kwargs)
         with reads_of_its_own():
-            result = self._on_whole_batch(self, call).result()
+            result = self._of_the_whole_batch(call)
             if result is NotImplemented:
                 result = self._sample_by_sample(call)
             elif call.kind in self._told.compared:
@@ -170,6 +173,15 @@ class General(Expanded):
         result = put_in_place(self, result)
         close(self, left_together(self, call))
         return result
+
+    def _of_the_whole_batch(self, call: Called) -> Any:
+        """The result of a forward on the whole batch; `NotImplemented` if there is none."""
+        for kind in self._on_whole_batch:
+            whole = kind(self, call)
+            result = whole.result()
+            if result is not NotImplemented or whole.knows_a_way():
+                return result
+        return NotImplemented
 
     def _computed_again(self, args: Any, kwargs: Any) -> Any:
         """The result, in a reentrant checkpoint whose first forward was the plain one.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -37,8 +37,11 @@ from expanded_nn.recording.recorder import modules_in
 class WholeBatch:
     """The forward of a module of the general rule on the whole batch, for one call."""
 
+    follows_folds: ClassVar[bool] = False  # whether the graph is asked whose the rows are
+
     def __init__(self, module: Any, call: Called) -> None:
         self.module, self.call, self.told = module, call, module._told
+        self.kind = self.follows_folds, call.kind_of_ways()
         self.was_in_vain = False  # whether the forward has run, and its result was not taken
         self.has_failed = False  # whether it has run and could not come to an end
 
@@ -70,13 +73,13 @@ class WholeBatch:
         call, recorder = self.call, self.module._recorder
         if not torch.is_grad_enabled() or call.batch == 0:
             return False
-        if cost.is_symbol(call.batch) and (not self._knows_a_way() or self.told.leaves_something):
+        if cost.is_symbol(call.batch) and (not self.knows_a_way() or self.told.leaves_something):
             return False
         if recorder is None or recorder.forward is None:  # with weights that come with a batch dimension
             return False
         have_samples_first = {*call.dims} <= {0, None, FOLDED} and (0 in call.dims or call.is_surely_folded)
-        knows_a_way = self.told.ways.get(call.kind_of_ways()) != NO_WAYS
-        return have_samples_first and knows_a_way and self.suits() and not has_guests(modules_in(self.module))
+        may_know_a_way = self.told.ways.get(self.kind) != NO_WAYS
+        return have_samples_first and may_know_a_way and self.suits() and not has_guests(modules_in(self.module))
 
     def suits(self) -> bool:
         """Whether the module, as it is now, may run so at all."""
@@ -87,10 +90,11 @@ class WholeBatch:
         """Whether the call may go a known way, and a comparison may read values now."""
         if is_traced() or running_backward() >= 0:  # a checkpoint's forward is computed again, as it was
             return False
-        return self._knows_a_way()
+        return self.knows_a_way()
 
-    def _knows_a_way(self) -> bool:
-        return bool(self.told.ways.get(self.call.kind_of_ways(), NO_WAYS).known)
+    def knows_a_way(self) -> bool:
+        """Whether a comparison has found it right, for a call of that kind."""
+        return bool(self.told.ways.get(self.kind, NO_WAYS).known)
 
     def _hidden(self, function: Callable[..., Any], *args: Any) -> Any:
         """Calls a function; nobody takes notes of what the module's forward does in it."""
@@ -99,7 +103,7 @@ class WholeBatch:
 
     def _by_ways(self) -> Any:
         """The result if the forward goes a way that is known to be right, or that a trial finds right now."""
-        kind = self.call.kind_of_ways()
+        kind = self.kind
         ways = self.told.ways.get(kind, Ways())
         if ways.known and (result := self.by_known_way(ways)) is not NotImplemented:
             return result
@@ -150,7 +154,7 @@ class WholeBatch:
         """
         module, recorder, dims = self.module, self.module._recorder, self.call.dims
         heard, batch = recorder.forward.notes.inputs_shared, recorder.forward.own_pass.batch
-        owners = Owners(batch, module, self.told.memo) if module._alone else None
+        owners = Owners(batch, module, self.told.memo) if self.follows_folds else None
         before, run = len(heard), Run(batch, recorder, owners, module)
         try:
             with unseen():
@@ -166,7 +170,7 @@ class WholeBatch:
                     left = self.told.left.get(self.call.kind, ())
                     result = with_left(module, left, lambda: module._plain_forward(*args, **kwargs))
                 result = run.returned(result)
-            if owners is not None and FOLDED in dims:
+            if owners is not None and (FOLDED in dims or not module._alone):
                 owners.refuse_others_places(result, self.told.compared[self.call.kind].dims)
         except Exception as error:
             if isinstance(error, NOT_OF_THE_FORWARD) or is_of_checkpoint(error):
