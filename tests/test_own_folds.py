@@ -60,7 +60,19 @@ def interleaved(m: Any, x: Tensor) -> Tensor:
     return torch.stack([first, second], 1).view(x.shape) @ m.w
 
 
-FORWARDS = [windows, frames, stack_of_matrices, flat, interleaved]
+def queries(m: Any, x: Tensor) -> Tensor:
+    asked = m.stack[:, 0].unsqueeze(1).repeat(1, len(x), 1)  # (T, B, D)
+    asked = asked + m.token.view(1, 1, D).expand(-1, len(x), -1)
+    asked = asked.transpose(0, 1)
+    return m.norm(asked + m.linear(asked)) * x @ m.w
+
+
+def positions(m: Any, x: Tensor) -> Tensor:
+    flat = x.reshape(-1, D) + m.stack[:, 0].repeat(len(x), 1)  # (B * T, D)
+    return (m.linear(flat) @ m.w).view(x.shape)
+
+
+FORWARDS = [queries, positions, windows, frames, stack_of_matrices, flat, interleaved]
 
 
 def one_step(model: nn.Module, x: Tensor) -> None:

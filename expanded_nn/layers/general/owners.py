@@ -96,6 +96,10 @@ class Owners:
         if x.grad_fn is not None:
             self.known[x.grad_fn, x.output_nr] = samples
 
+    def note_samples_in(self, x: Tensor, dim: int) -> None:
+        """Notes that a tensor has the samples in a dimension, in order."""
+        self.note(x, self._standing_in(x, dim))
+
     def note_a_row_each(self, x: Tensor) -> None:
         """Notes that a tensor has one row for each sample, if nothing else is known of it."""
         if x.grad_fn is not None and (x.grad_fn, x.output_nr) not in self.known:

@@ -179,7 +179,7 @@ class General(Expanded):
         for kind in self._on_whole_batch:
             whole = kind(self, call)
             result = whole.result()
-            if result is not NotImplemented or whole.knows_a_way():
+            if result is not NotImplemented or not whole.is_wrong():
                 return result
         return NotImplemented
 

@@ -49,6 +49,7 @@ class Ways(NamedTuple):
     known: Mapping[Way, Compared] = {}  # those in which it was right, with what it returns then
     trials_left: int = 8  # how many more comparisons there may be
     hooks: bool = False  # whether these call the forward hooks of modules within
+    is_wrong: bool = False  # whether it is right in none, so that it never runs so again
 
     def after(self, verdict: Verdict, way: Way | None, compared: Compared | None) -> Ways:
         """What is known after another comparison; after a wrong one the module never runs so again.
@@ -56,13 +57,13 @@ class Ways(NamedTuple):
         An unclear one counts for three: where the gradients of a step are zero, those of the next will be, too.
         """
         if verdict is Verdict.WRONG:
-            return NO_WAYS
+            return NO_WAYS if self.trials_left else Ways(trials_left=0)
         left = self.trials_left - (3 if verdict is Verdict.UNCLEAR else 1)
         known = {**self.known, way: compared} if verdict is Verdict.RIGHT and way and compared else self.known
         return self._replace(known=known, trials_left=max(0, left))
 
 
-NO_WAYS = Ways(trials_left=0)
+NO_WAYS = Ways(trials_left=0, is_wrong=True)
 
 
 @dataclass

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from expanded_nn.common.batch import FOLDED
 from expanded_nn.common.functions import attributes, functions, is_in_place
 from expanded_nn.common.modes import is_shown_elsewhere, unseen
 from expanded_nn.common.shared import cast_shared, with_dims
@@ -51,7 +52,7 @@ from expanded_nn.layers.general.folded_rules import (
     product_by_expert,
     with_folded_rows,
 )
-from expanded_nn.layers.general.owners import takes_view
+from expanded_nn.layers.general.owners import Owners, takes_view
 from expanded_nn.layers.general.recurrent_rules import RECURRENT_RULES
 from expanded_nn.layers.linear import linear
 
@@ -195,10 +196,30 @@ def _spread(func: Any, args: Any, kwargs: Any) -> Tensor:
     def spread(value: Tensor, sizes: list[int]) -> Tensor:
         return value.repeat(1, *sizes) if func is Tensor.repeat else value.expand(-1, *sizes)
 
-    if sizes[0] == own.run.batch and (own.rank < len(sizes) or own.value.shape[1:2] == (1,)):
-        own.run.note(func, whole=True)
+    run = own.run
+    if sizes[0] == run.batch and (own.rank < len(sizes) or own.value.shape[1:2] == (1,)):
+        run.note(func, whole=True)
         return spread(beside(own, len(sizes)), sizes[1:])
+    if run.owners is not None and not run.owners.module._alone and run.batch != 1 and run.batch in sizes:
+        return _over_the_samples(func, own, sizes, run.owners)
     return own.run.derived(func, lambda value: spread(with_dims(value, len(sizes)), sizes), own, begins=False)
+
+
+def _over_the_samples(func: Any, own: Batched, sizes: Sequence[int], owners: Owners) -> Tensor:
+    """A parameter once per sample, as queries `(T, B, d)` or positions `(B * T, d)`: each sample gets its own.
+
+    It would be computed B times for each sample, if it were taken for a larger parameter.
+    """
+    refuse_unless(own.rank == len(sizes))
+    dim, shape = sizes.index(own.run.batch), own.value.shape[1:]
+    others = [place for place in range(len(sizes)) if place != dim]
+    stay = [sizes[place] == 1 if func is Tensor.repeat else sizes[place] in (-1, shape[place]) for place in others]
+    is_folded = func is Tensor.repeat and dim == 0
+    refuse_unless((shape[dim] == 1 or is_folded) and all(stay))
+    own.run.note(func, whole=True)
+    y = own.value.flatten(0, 1) if is_folded else own.value.squeeze(dim + 1).movedim(0, dim)
+    owners.note_samples_in(y, FOLDED if is_folded else dim)
+    return y
 
 
 def _index(func: Any, args: Any, kwargs: Any) -> Batched:

@@ -78,8 +78,9 @@ class WholeBatch:
         if recorder is None or recorder.forward is None:  # with weights that come with a batch dimension
             return False
         have_samples_first = {*call.dims} <= {0, None, FOLDED} and (0 in call.dims or call.is_surely_folded)
-        may_know_a_way = self.told.ways.get(self.kind) != NO_WAYS
-        return have_samples_first and may_know_a_way and self.suits() and not has_guests(modules_in(self.module))
+        ways = self.told.ways.get(self.kind, Ways())
+        may_go = have_samples_first and (bool(ways.known) or ways.trials_left > 0)
+        return may_go and self.suits() and not has_guests(modules_in(self.module))
 
     def suits(self) -> bool:
         """Whether the module, as it is now, may run so at all."""
@@ -91,6 +92,10 @@ class WholeBatch:
         if is_traced() or running_backward() >= 0:  # a checkpoint's forward is computed again, as it was
             return False
         return self.knows_a_way()
+
+    def is_wrong(self) -> bool:
+        """Whether a comparison has found that it cannot run so, for a call of that kind."""
+        return bool(self.told.ways.get(self.kind, Ways()).is_wrong)
 
     def knows_a_way(self) -> bool:
         """Whether a comparison has found it right, for a call of that kind."""
