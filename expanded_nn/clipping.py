@@ -304,9 +304,9 @@ def _factors(norms: Tensor, max_norm: MaxNorm) -> Tensor:
         factors = max_norm(norms.clone())  # it may change them in place
         factors = factors.detach() if isinstance(factors, Tensor) else factors
         if not isinstance(factors, Tensor) or factors.shape != norms.shape or factors.is_complex():
-            returned = f"shape {tuple(factors.shape)}" if isinstance(factors, Tensor) else f"a {type(factors).__name__}"
-            if isinstance(factors, Tensor) and factors.is_complex():
-                returned = "complex numbers"
+            returned = f"a {type(factors).__name__}"
+            if isinstance(factors, Tensor):
+                returned = "complex numbers" if factors.is_complex() else f"shape {tuple(factors.shape)}"
             raise complaint(
                 "clip_grad_sample_norms_",
                 f"the function given as max_norm returned {returned}",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from threading import current_thread
@@ -189,6 +189,12 @@ def _as_it_is(tensor: Tensor) -> Tensor:
 def version_of(tensor: Tensor) -> int:
     """How often a tensor was changed in place; tensors of `torch.inference_mode` do not count that."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def versions_of(values: Iterable[object]) -> list[int]:
+    """The versions of the tensors among some values; asking is not heard of by modes."""
+    with unseen():
+        return [version_of(value) for value in values if isinstance(value, Tensor)]
 
 
 def set_version(tensor: Tensor, version: int) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from expanded_nn._errors import PerSampleError, add_note, complaint, sentence, warn
-from expanded_nn.common.modes import checkpoint_hooks, is_of_checkpoint, running_backward, uncounted, version_of
+from expanded_nn.common.modes import checkpoint_hooks, is_of_checkpoint, running_backward, uncounted, versions_of
 from expanded_nn.common.steady import StateBefore
 from expanded_nn.common.traced import is_traced
 from expanded_nn.recording.comparisons import past_comparisons
@@ -314,10 +314,10 @@ class _Plain:
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.values = (*args, *kwargs.values())
-        self.versions = [version_of(value) for value in self.values if isinstance(value, Tensor)]
+        self.versions = versions_of(self.values)
 
     def still(self) -> bool:
         """Whether all are tensors that were not changed in place, numbers or strings."""
         if not all(value is None or isinstance(value, Tensor | int | float | str) for value in self.values):
             return False
-        return self.versions == [version_of(value) for value in self.values if isinstance(value, Tensor)]
+        return self.versions == versions_of(self.values)

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn.common.batch import FOLDED, unfolded
 from expanded_nn.common.containers import Opened, holds_tensors, leaves_of, rebuilt
-from expanded_nn.common.modes import checkpoint_hooks, unseen, version_of
+from expanded_nn.common.modes import checkpoint_hooks, versions_of
 from expanded_nn.modules.layout import refusal
 
 
@@ -33,18 +33,14 @@ class Called:
     is_surely_folded: bool = False  # whether folded leaves are views of the model's arguments, with the samples first
 
     def __post_init__(self) -> None:
-        self.versions = self._versions()
-
-    def _versions(self) -> list[int]:
-        with unseen():
-            return [*map(version_of, self.inputs)]
+        self.versions = versions_of(self.inputs)
 
     def refuse_changes(self, module: Any, *, counts: bool = False) -> None:
         """Raises if the forward has to run on the arguments again, and has changed one of them in place.
 
         It has to where it was in vain, or where it `counts` in attributes.
         """
-        if self.versions != self._versions():
+        if self.versions != versions_of(self.inputs):
             raise complaint(
                 module.qualified_name,
                 "its forward has changed an argument in place, and has to run once more, as it "

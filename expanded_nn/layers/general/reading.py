@@ -83,7 +83,7 @@ def _as_usual(module: Any, args: Any, kwargs: Any) -> Called:
     dims = [_usual_dim(module, leaf, batch) for leaf in leaves]
     either_way = (_reads_either_way(module, leaf) for leaf in leaves)
     kind: tuple[Any, ...] = (module.training, bool(batch == 1), *sizes, *either_way, *dims)
-    if not is_plain and (kwargs or not all(isinstance(arg, Tensor) for arg in args)):
+    if kwargs or not all(isinstance(arg, Tensor) for arg in args):
         # the same tensors may be something else by another name, or beside another flag
         kind = (*kind, outline(args), *((name, outline(value)) for name, value in kwargs.items()))
     return Called(args, kwargs, batch, leaves, dims, inputs, kind)

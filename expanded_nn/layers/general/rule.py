@@ -179,7 +179,7 @@ class General(Expanded):
         for kind in self._on_whole_batch:
             whole = kind(self, call)
             result = whole.result()
-            if result is not NotImplemented or not whole.is_wrong():
+            if result is not NotImplemented or not whole.ways.is_wrong:
                 return result
         return NotImplemented
 

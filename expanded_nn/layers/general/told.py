@@ -57,13 +57,10 @@ class Ways(NamedTuple):
         An unclear one counts for three: where the gradients of a step are zero, those of the next will be, too.
         """
         if verdict is Verdict.WRONG:
-            return NO_WAYS if self.trials_left else Ways(trials_left=0)
+            return Ways(trials_left=0, is_wrong=self.trials_left > 0)  # else the trials are used up
         left = self.trials_left - (3 if verdict is Verdict.UNCLEAR else 1)
         known = {**self.known, way: compared} if verdict is Verdict.RIGHT and way and compared else self.known
         return self._replace(known=known, trials_left=max(0, left))
-
-
-NO_WAYS = Ways(trials_left=0, is_wrong=True)
 
 
 @dataclass

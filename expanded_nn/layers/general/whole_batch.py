@@ -27,7 +27,7 @@ from expanded_nn.layers.general.mapped import MEAN, NOT_OF_THE_FORWARD, SUM
 from expanded_nn.layers.general.own_functions import functions_looked_at
 from expanded_nn.layers.general.owners import Owners
 from expanded_nn.layers.general.plain import Plain
-from expanded_nn.layers.general.told import NO_WAYS, Way, Ways
+from expanded_nn.layers.general.told import Way, Ways
 from expanded_nn.layers.general.trial import Trial
 from expanded_nn.layers.general.whole import Run
 from expanded_nn.recording.lift import Slot, has_guests, swapped
@@ -78,8 +78,7 @@ class WholeBatch:
         if recorder is None or recorder.forward is None:  # with weights that come with a batch dimension
             return False
         have_samples_first = {*call.dims} <= {0, None, FOLDED} and (0 in call.dims or call.is_surely_folded)
-        ways = self.told.ways.get(self.kind, Ways())
-        may_go = have_samples_first and (bool(ways.known) or ways.trials_left > 0)
+        may_go = have_samples_first and (self.knows_a_way() or self.ways.trials_left > 0)
         return may_go and self.suits() and not has_guests(modules_in(self.module))
 
     def suits(self) -> bool:
@@ -93,13 +92,15 @@ class WholeBatch:
             return False
         return self.knows_a_way()
 
-    def is_wrong(self) -> bool:
-        """Whether a comparison has found that it cannot run so, for a call of that kind."""
-        return bool(self.told.ways.get(self.kind, Ways()).is_wrong)
+    @property
+    def ways(self) -> Ways:
+        """In which ways it is right, for a call of that kind."""
+        ways: Ways = self.told.ways.get(self.kind, Ways())
+        return ways
 
     def knows_a_way(self) -> bool:
         """Whether a comparison has found it right, for a call of that kind."""
-        return bool(self.told.ways.get(self.kind, NO_WAYS).known)
+        return bool(self.ways.known)
 
     def _hidden(self, function: Callable[..., Any], *args: Any) -> Any:
         """Calls a function; nobody takes notes of what the module's forward does in it."""
@@ -108,8 +109,7 @@ class WholeBatch:
 
     def _by_ways(self) -> Any:
         """The result if the forward goes a way that is known to be right, or that a trial finds right now."""
-        kind = self.kind
-        ways = self.told.ways.get(kind, Ways())
+        kind, ways = self.kind, self.ways
         if ways.known and (result := self.by_known_way(ways)) is not NotImplemented:
             return result
         if running_backward() >= 0 or cost.is_symbol(self.call.batch) or (is_traced() and self.has_failed):
