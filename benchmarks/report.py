@@ -167,7 +167,7 @@ raised, and its words are with the workload below. The fastest is in bold. Rows 
 as dense tensors, so they do not compete.
 
 The first eight steps of expanded_nn are not timed. In the first, second, fourth and eighth it also compares the forward
-with that of half of the samples, so that they take up to four times as long; later in the 16th, 32nd, 64th, and so on.
+with that of some of the samples, so that they take up to four times as long; later in the 16th, 32nd, 64th, and so on.
 
 Opacus has LSTM and GRU classes of its own, which take the place of torch's here.
 

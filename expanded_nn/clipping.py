@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
 
 import torch
@@ -107,7 +107,8 @@ def _clip(model: nn.Module, max_norm: MaxNorm | Mapping[str, MaxNorm], reduction
     groups = dict.fromkeys(held, "") if together else _grouped(model, parameters, held, limits)
     shards = [parameters[name] for name in held if is_shard(parameters[name])]
     # sums of shards add up over the ranks: each rank makes the same sums in the same order, whatever its samples
-    parts = [Part(shapes, snapshot(rows)) for shapes, rows in side_by_side(held, join=together and not shards)]
+    parts = side_by_side(held, join=together and not shards)
+    parts = [Part(shapes, snapshot(rows)) if len(shapes) == 1 else Part(shapes, rows) for shapes, rows in parts]
     held.clear()
     norms = _norms(parts, groups, limits)
     _refuse_nonfinite(norms)
@@ -215,16 +216,24 @@ def _warn_of_what_is_replaced(leaves: Iterable[tuple[str, Leaf]]) -> None:
         )
 
 
-def _warn_of_earlier_steps(model: nn.Module, leaves: Iterable[tuple[str, Leaf]]) -> None:
+def _warn_of_earlier_steps(model: nn.Module, leaves: Sequence[tuple[str, Leaf]]) -> None:
     """Says that samples are clipped and added again that an optimizer's step has used already."""
-    counts = {name: leaf.rows_of_earlier_steps() for name, leaf in leaves}
-    changed = [name for name, count in counts.items() if count and not changes_itself(model, name)]
+    before = [(name, leaf) for name, leaf in leaves if leaf.rows_clipped_before()]
+    if not before:
+        return
+    count, again = before[0][1].rows_clipped_before(), "so that these samples count again in .grad"
+    counted = f"clip_grad_sample_norms_: {count} of the per-sample gradients held were clipped once already"
+    changed = [name for name, leaf in before if leaf.changed_since_clipping() and not changes_itself(model, name)]
     if changed:
-        count = counts[changed[0]]
         warn(
-            f"clip_grad_sample_norms_: {count} of the per-sample gradients held were clipped once already, before the "
-            f"parameters {first_few(changed)} were changed, as by an optimizer's step, so that these samples count "
-            "again in .grad. Clear the gradients of the last step before the next backward: optimizer.zero_grad()."
+            f"{counted}, before the parameters {first_few(changed)} were changed, as by an optimizer's step, {again}. "
+            "Clear the gradients of the last step before the next backward: optimizer.zero_grad()."
+        )
+    elif any(leaf.was_cleared_since_clipping() for _, leaf in leaves):
+        names = first_few([name for name, _ in before])
+        warn(
+            f"{counted}; since then other gradients were cleared, and those of the parameters {names} were not, "
+            f"{again}. Freeze the parameters that no optimizer trains, or clear by model.zero_grad()."
         )
 
 

@@ -80,6 +80,7 @@ class Run:
         self.parameters: dict[Key, nn.Parameter] = {}
         self.shown: dict[Key, Tensor | None] = {}
         self.versions_at_clipping: dict[Key, int] = {}
+        self.cleared_since_clipping: set[Key] = set()
         self.counter = itertools.count()
         self.happened: Counter[str] = Counter()
         self.find_parameters()
@@ -576,6 +577,7 @@ class Clear(Step):
         if to_zero and any(self.is_zero_anyway(run, key) for key in keys):
             raise Skip  # nobody can tell that it was cleared
         self.clear(run, parameters)
+        run.cleared_since_clipping |= keys
         contract.cleared |= {key for key in keys if any(key in held.rows for held in contract.passes)}
         contract.cleared |= contract.doubtful & keys
         contract.doubtful -= keys
@@ -661,6 +663,7 @@ class Freeze(Step):
             held = any(key in held.rows for held in contract.passes)
             if self.clears:
                 run.parameters[key].grad = None
+                run.cleared_since_clipping.add(key)
                 contract.grads[key] = None
                 contract.doubtful.discard(key)
                 contract.raw.discard(key)
@@ -817,7 +820,10 @@ class Clip(Step):
             ".grad holds the clipped sum from before the parameters",
         )
         of_earlier_steps = [text for text in texts if any(each in text for each in words)]
-        said = [text for text in texts if text not in of_earlier_steps]
+        of_parts_cleared = [text for text in texts if "since then other gradients were cleared" in text]
+        said = [text for text in texts if text not in (*of_earlier_steps, *of_parts_cleared)]
+        if of_parts_cleared and not run.cleared_since_clipping & trainable:
+            raise Wrong("false alarm", of_parts_cleared[0])
         if not contract.accumulates:  # rows that the next backward of the same forwards has replaced
             said = [text for text in said if "has replaced the rows of an earlier one of the same forwards" not in text]
         if said and not foreign:
@@ -845,6 +851,7 @@ class Clip(Step):
         clipped = fitting[fits.index(True) if any(fits) else 0]
         contract.grads.update(clipped)
         run.versions_at_clipping.update({key: versions[key] for key in clipped})  # others keep their clipped sum
+        run.cleared_since_clipping -= set(clipped)
         grads_now = {key: parameter.grad for key, parameter in run.parameters.items()}
         fits = [all(not differs(grad, grads[key]) for key, grad in grads_now.items()) for grads in after]
         contract.doubtful |= {key for key, grad in clipped.items() if vanishes(grad)}

@@ -1162,7 +1162,7 @@ def no_tensor_that_all_samples_share() -> None:
 
 
 @refused(
-    r"Feed: in a batch of 6 half of the samples give other results without the others; .*outside of the model\. "
+    r"Feed: in a batch of 6 some of the samples give other results without the others; .*outside of the model\. "
     r"Call it with shared_by_all"
 )
 def a_model_that_mixes_samples() -> None:

@@ -798,9 +798,9 @@ def test_general_rule_compares_once_and_not_at_each_step(probability: float) -> 
     # the plain forward of the whole batch comes first, with chance once more without it; the samples run once, and the
     # plain forward again for its gradients; then comes that on the whole batch, on which each step runs from then on
     first = "51555" if probability else "5155"
-    # in the second of the three steps one sample is compared alone, the batch with its halves, and which parameters
-    # the plain forward uses
-    assert calls.getvalue() == first + "515523555"
+    # in the second of the three steps one sample is compared alone, the batch with one sample and the others, and which
+    # parameters the plain forward uses
+    assert calls.getvalue() == first + "515514555"
 
 
 class LoopBehind(nn.Module):

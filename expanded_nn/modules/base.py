@@ -111,8 +111,8 @@ class PerSampleModule(nn.Module):
                 and those whose factors are larger are dense from the start, which takes less time and memory.
             escalate: Whether a module goes sample by sample, with a `PerSampleWarning`, where a layer in it cannot tell
                 the samples apart (`True`). Without it that is an error.
-            compare: Whether forwards are compared with those of half the samples, now and then, so that samples which
-                mix are an error (`True`).
+            compare: Whether forwards are compared with those of some of the samples, now and then, so that samples
+                which mix are an error (`True`).
 
         Returns:
             The module itself.

@@ -19,7 +19,7 @@ from expanded_nn.common.modes import checkpoint_hooks, is_of_checkpoint, running
 from expanded_nn.common.steady import StateBefore
 from expanded_nn.common.traced import is_traced
 from expanded_nn.recording.comparisons import past_comparisons
-from expanded_nn.recording.independence import Halves
+from expanded_nn.recording.independence import Comparison
 from expanded_nn.recording.leaf import Noted
 from expanded_nn.recording.watch import refuse_outside_use
 
@@ -60,7 +60,7 @@ class Escalation:
             (`shared_results.py`), by shapes and arguments; and where the samples stand in each result.
         tables: What the model has had beside its buffers from the start.
         has_loops: Whether the samples may go through a module one after the other, as was learned.
-        has_met: Whether a comparison of halves has found samples that depend on each other.
+        has_met: Whether a comparison has found samples that depend on each other.
         in_vain: Why no module can go sample by sample for what the last search has found; empty if one can.
     """
 
@@ -159,9 +159,9 @@ class Escalation:
                 batch = _samples_in(module, args, kwargs)
         forward, refused, looked_at = partial(self._called, module), None, 0
         if batch is not None and past.are_due(batch) and (past.calls or not module.compares_first):
-            halves = Halves(module, forward, (args, kwargs), batch, past.calls)
-            looked_at = halves.looks_at if torch.is_grad_enabled() else 0
-            refused = halves.refusal(is_first=past.looked_at < min(batch, 2))
+            comparison = Comparison(module, forward, (args, kwargs), batch, past.calls)
+            looked_at = comparison.looks_at if torch.is_grad_enabled() else 0
+            refused = comparison.refusal(is_first=past.looked_at < min(batch, 2))
         result = forward(args, kwargs)  # a layer that refuses its input says more
         if refused is not None:
             self.has_met = True
@@ -300,11 +300,12 @@ class _Attempts:
         remedy = "" if loops else f"alone({cls.__name__}) before convert does the same without this warning, and "
         again = "" if rolled_back else " What this forward had drawn or changed until then has happened twice."
         ways = [list(module._told.ways.values()) for module in new]
-        cost = ". Steps take longer, unless comparisons in the next ones find that the whole batch can run at once."
+        cost = "Steps take longer, unless comparisons in the next ones find that the whole batch can run at once."
+        how = f"{', in a loop' * loops}. {cost}"
         if all(known and all(way.known for way in known) for known in ways):
-            cost = ", where the whole batch cannot run at once. Here it can, as comparisons have found."
+            how = " where the whole batch cannot run at once. Here it can, as comparisons have found."
         warn(
-            f"{names}: runs sample by sample from now on{', in a loop' * loops}, each as a batch of one{cost} "
+            f"{names}: runs sample by sample from now on{how} "
             f"The reason: {new[0]._learned.why} {remedy}per_sample(escalate=False) makes it an error.{again}"
         )
 

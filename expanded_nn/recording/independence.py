@@ -33,10 +33,12 @@ from expanded_nn.recording.sharded import is_sharded
 MEET = -1  # in place of a dimension
 
 
-class Halves:
-    """The halves of the samples of a forward that is about to run: each alone is to give what it gives in the batch.
+class Comparison:
+    """The samples of a forward that is about to run, in two parts: each alone is to give what it gives in the batch.
 
-    All runs are on copies of the arguments, and what they leave behind is taken back.
+    The parts are halves, or one sample and the others, in turns: the longest samples of a batch are in both halves more
+    often than not, and a single one may be too few for what takes samples two by two. All runs are on copies of the
+    arguments, and what they leave behind is taken back.
 
     Args:
         module: The module that is called.
@@ -54,7 +56,10 @@ class Halves:
     ) -> None:
         self.module, self.forward, self.batch, self.recorder = module, forward, batch, module._recorder
         chance = Random(number)  # not a generator that somebody else draws from
-        self.half = sorted(chance.sample(range(batch), batch // 2))
+        of_part = batch // 2
+        if number.bit_length() % 2:
+            of_part = min(1, of_part)
+        self.part = sorted(chance.sample(range(batch), of_part))
         self.arguments, self.leaves = arguments, leaves_of(arguments, is_packed)
         self.dims = list(map(self._samples_dim, self.leaves))
         self.strange: list[int] = []  # numbers among the results that are neither a mean nor a sum over the samples
@@ -107,7 +112,7 @@ class Halves:
         """The error where the samples' results, or their gradients, depend on each other.
 
         In the first comparison also where the plain model's forward does something else. Nothing is said where the
-        forward fails, or where half of the samples have results of another shape.
+        forward of a part fails, or where its results have another shape.
         """
         if not self.looks_at or (self.looks_at < 2 and not is_first):
             return None
@@ -139,7 +144,7 @@ class Halves:
             if not is_first and self._has_state():
                 return None
             # no layer is to blame, so the module that was called is tried
-            return self._refusal("half of the samples give other results without the others", self.recorder)
+            return self._refusal("some of the samples give other results without the others", self.recorder)
         if parameter is not None:
             name, layer = self.recorder.name_of(parameter), self.recorder.holder_of(parameter)
             if layer not in {*self.module.modules()}:  # of an earlier call, so that no module in this one is to blame
@@ -174,7 +179,7 @@ class Halves:
     def _warn_of_number(self) -> None:
         warn(
             f"{self.recorder.name_of(self.module)} returns a number that is neither the mean nor the sum of what each "
-            "half of its samples gives. If that is the loss, the rows are not the gradients of the samples' own "
+            "part of its samples gives. If that is the loss, the rows are not the gradients of the samples' own "
             "losses: it mixes the samples, or it weighs them, as ignore_index and class weights do. Reduce within each "
             "sample first, then over the samples. check(model, ..., loss=...) tells which it is."
         )
@@ -208,7 +213,7 @@ class Halves:
         return tuple(dim for dim in (None, *dims, *([FOLDED] if is_folded else ())) if dim != self.dims[place])
 
     def _dims_of_results(self, *, is_random: bool, with_graph: bool = False) -> list[int | None] | None:
-        """Where the samples stand in each result; `None` if half of them give other results without the others.
+        """Where the samples stand in each result; `None` if some of them give other results without the others.
 
         `with_graph` takes more memory, and is for forwards that take derivatives themselves.
         """
@@ -225,7 +230,9 @@ class Halves:
                 except Exception:  # a forward may ask for so many samples
                     continue
                 if told is not None and told[0] is not None and not told[1]:
-                    return told[0]
+                    if not self._meet_in_numbers(reading, whole):
+                        return told[0]
+                    told = None, []
                 tried += [] if told is None else [told]
             if tried and not (is_random and self._has_other_chance(whole)):
                 dims, self.strange = max(tried, key=lambda found: found[0] is not None)
@@ -237,37 +244,56 @@ class Halves:
     ) -> tuple[list[int | None] | None, list[int]] | None:
         """What `_dims_of_results` gives if the samples stand in these `dims` of the arguments; and the strange numbers.
 
-        It is `None` where these may be the wrong dimensions: a result still has B rows when half of the samples are
+        It is `None` where these may be the wrong dimensions: a result still has B rows when some of the samples are
         taken there, and an argument has B in another one.
         """
         found: list[int | None] = [None] * len(whole)
         rounding = self._rounding(whole)
         sums: dict[int, Any] = {place: 0 for place, x in enumerate(whole) if is_comparable(x) and not x.dim()}
-        for half in (self.half, [i for i in range(self.batch) if i not in self.half]):
+        for samples in (self.part, [i for i in range(self.batch) if i not in self.part]):
             pairs = zip(self.leaves, dims, strict=True)
-            part = [leaf if dim is None else _taken(leaf, dim, half, self.batch) for leaf, dim in pairs]
-            of_half, _ = self.run(self.plain, part)
-            pairs_of_results = list(zip(whole, of_half, strict=True)) if len(of_half) == len(whole) else []
+            part = [leaf if dim is None else _taken(leaf, dim, samples, self.batch) for leaf, dim in pairs]
+            of_part, _ = self.run(self.plain, part)
+            pairs_of_results = list(zip(whole, of_part, strict=True)) if len(of_part) == len(whole) else []
             if pairs_of_results:
-                found = [_place(*pair, half, self.batch) for pair in pairs_of_results]
-            if MEET in found or rounding.is_exceeded(self._pairs(whole, of_half, found, half)):
+                found = [_place(*pair, samples, self.batch) for pair in pairs_of_results]
+            if MEET in found or rounding.is_exceeded(self._pairs(whole, of_part, found, samples)):
                 return None, []
-            if self._keeps_samples(dims) and any(_has_no_half(*pair, self.batch) for pair in pairs_of_results):
+            if self._keeps_samples(dims) and any(_has_no_part(*pair, self.batch) for pair in pairs_of_results):
                 return None
-            weights = torch.tensor([1.0, len(half) / self.batch])  # of a sum, and of a mean
-            sums = {place: total + of_half[place] * weights.to(of_half[place]) for place, total in sums.items()}
+            weights = torch.tensor([1.0, len(samples) / self.batch])  # of a sum, and of a mean
+            sums = {place: total + of_part[place] * weights.to(of_part[place]) for place, total in sums.items()}
         if [*dims] != self.dims:  # layers read the arguments in the usual way, and a number does not show whose it is
             return found, [*sums]
         return found, [place for place, both in sums.items() if not any(are_near(x, whole[place]) for x in both)]
 
-    def _pairs(self, whole: list[Any], of_half: list[Any], dims: list[int | None], half: list[int]) -> list[Pair]:
-        """What is to be the same in the results of all samples, which stand in these `dims`, and of half of them."""
+    def _pairs(self, whole: list[Any], of_part: list[Any], dims: list[int | None], samples: list[int]) -> list[Pair]:
+        """What is to be the same in the results of all samples, which stand in these `dims`, and of some of them."""
         pairs = []
         for number, dim in enumerate(dims):
             if dim is not None:
-                take = partial(_taken, dim=dim, samples=half, batch=self.batch)
-                pairs.append(Pair(number, take(whole[number].detach()), of_half[number].detach(), take))
+                take = partial(_taken, dim=dim, samples=samples, batch=self.batch)
+                pairs.append(Pair(number, take(whole[number].detach()), of_part[number].detach(), take))
         return pairs
+
+    def _meet_in_numbers(self, dims: Sequence[int | None], whole: list[Any]) -> bool:
+        """Whether samples meet in an argument that has B rows, and that these `dims` take for what all samples share.
+
+        So they do in `lengths` of which the forward takes the largest. It gives the same for these in any order, as for
+        none that samples share position by position, and another result for some of them.
+        """
+        for place, (usual, dim) in enumerate(zip(self.dims, dims, strict=True)):
+            leaf = self.leaves[place]
+            turned = None if usual is None or dim is not None else leaf.roll(1, usual)
+            if turned is None or torch.equal(turned, leaf):
+                continue
+            found, _ = self.run(self.plain, [*self.leaves[:place], turned, *self.leaves[place + 1 :]])
+            pairs = [(x, other) for x, other in zip(whole, found, strict=False) if is_comparable(x)]
+            if all(is_comparable(other) and x.shape == other.shape and are_near(x, other) for x, other in pairs):
+                told = self._compared([*dims[:place], usual, *dims[place + 1 :]], whole)
+                if told is not None and told[0] is None:
+                    return True
+        return False
 
     def _rounding(self, whole: list[Any]) -> Rounding:
         """What rounding does to the plain forward, whose results are `whole`."""
@@ -280,7 +306,7 @@ class Halves:
         return any(size == self.batch and place != dim for x, dim in arguments for place, size in enumerate(x.shape))
 
     def _hides_by_zeros(self, *, is_random: bool) -> bool:
-        """Whether half of the samples give other results, once the parameters that are zero have other numbers.
+        """Whether some of the samples give other results, once the parameters that are zero have other numbers.
 
         What a layer mixes is multiplied by zero where the next one begins with zeros, as the last one of a branch may.
         A bias hides nothing.
@@ -378,7 +404,7 @@ class Halves:
         if not ends or not expanded or any(map(_runs_code_of_others, graph_of(*(x.grad_fn for x, _ in ends)))):
             return None
         some = torch.zeros(self.batch, dtype=torch.bool, device="cpu")
-        some[self.half] = True
+        some[self.part] = True
         generator, results = torch.Generator().manual_seed(0), [x for x, _ in ends]
         for own, others in ((some, ~some), (~some, some)):
             weights = [_numbers_for(own, x, dim, generator) for x, dim in ends]
@@ -449,10 +475,10 @@ def _is_clear(x: Any, batch: int) -> bool:
     return is_comparable(x) and list(x.shape).count(batch) == 1
 
 
-def _has_no_half(whole: Any, of_half: Any, batch: int) -> bool:
-    """Whether a result has B rows for half of the samples as well, and others than for all."""
-    is_whole = _is_clear(whole, batch) and is_comparable(of_half) and whole.shape == of_half.shape
-    return is_whole and not near(whole.detach(), of_half, 1.0)
+def _has_no_part(whole: Any, of_part: Any, batch: int) -> bool:
+    """Whether a result has B rows for some of the samples as well, and others than for all."""
+    is_whole = _is_clear(whole, batch) and is_comparable(of_part) and whole.shape == of_part.shape
+    return is_whole and not near(whole.detach(), of_part, 1.0)
 
 
 def _taken(x: Tensor, dim: int, samples: list[int], batch: int) -> Tensor:
@@ -462,17 +488,17 @@ def _taken(x: Tensor, dim: int, samples: list[int], batch: int) -> Tensor:
     return part.flatten(0, 1) if dim == FOLDED else part
 
 
-def _place(whole: Any, of_half: Any, half: list[int], batch: int) -> int | None:
-    """Where the samples stand in a result, by what half of them give without the others; `None` if nothing tells.
+def _place(whole: Any, of_part: Any, samples: list[int], batch: int) -> int | None:
+    """Where the samples stand in a result, by what some of them give without the others; `None` if nothing tells.
 
     It is `MEET` where that is something else.
     """
-    if not (is_comparable(whole) and is_comparable(of_half)) or whole.dim() != of_half.dim():
+    if not (is_comparable(whole) and is_comparable(of_part)) or whole.dim() != of_part.dim():
         return None
-    sizes = list(zip(whole.shape, of_half.shape, strict=True))
-    differing = [dim for dim, (size, size_of_half) in enumerate(sizes) if size != size_of_half]
-    if not differing or any(sizes[dim] != (batch, len(half)) for dim in differing):  # as filled up to the longest
+    sizes = list(zip(whole.shape, of_part.shape, strict=True))
+    differing = [dim for dim, (size, size_of_part) in enumerate(sizes) if size != size_of_part]
+    if not differing or any(sizes[dim] != (batch, len(samples)) for dim in differing):  # as filled up to the longest
         return None
     if len(differing) > 1:  # pairs of samples
         return MEET
-    return differing[0] if near(_taken(whole.detach(), differing[0], half, batch), of_half, 1.0) else MEET
+    return differing[0] if near(_taken(whole.detach(), differing[0], samples, batch), of_part, 1.0) else MEET

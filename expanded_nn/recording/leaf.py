@@ -281,23 +281,27 @@ class Leaf:
         notes.clipped, notes.is_incomplete = notes.last, False
         notes.clipped_rows = None if parameter is None else (number, parameter._version)
 
-    def rows_of_earlier_steps(self) -> int:
-        """How many of the rows held were clipped before the parameter was changed in place, as by an optimizer.
-
-        The parameter's version tells. Torch's fused optimizers do not raise it: after their steps the result is 0.
-        """
-        if not self._changed_since_clipping():
+    def rows_clipped_before(self) -> int:
+        """How many of the rows held an earlier clipping has had."""
+        if self.notes.clipped is None or self.notes.clipped_rows is None:
             return 0
-        assert self.notes.clipped_rows is not None
         last, _ = self.notes.clipped_rows
         return sum(pass_.batch for pass_ in self.published.passes if pass_.number <= last)
+
+    def was_cleared_since_clipping(self) -> bool:
+        """Whether there was a clipping, and what it has set is gone."""
+        return self.notes.clipped_rows is not None and self.notes.clipped is None
 
     def grad_is_of_earlier_step(self) -> bool:
         """Whether `.grad` is what clipping has set before the parameter was changed in place, as by an optimizer."""
         grad = self.clipped_grad
-        return grad is not None and self._changed_since_clipping() and not vanishes(grad)
+        return grad is not None and self.changed_since_clipping() and not vanishes(grad)
 
-    def _changed_since_clipping(self) -> bool:
+    def changed_since_clipping(self) -> bool:
+        """Whether the parameter was changed in place since its `.grad` was clipped, as by an optimizer.
+
+        The parameter's version tells. Torch's fused optimizers do not raise it.
+        """
         parameter = self.visible_parameter()
         if parameter is None or self.notes.clipped is None or self.notes.clipped_rows is None:
             return False

@@ -67,8 +67,9 @@ class Moved(NamedTuple):
             return (
                 f"its input, from {source}, has the samples in dimension {self.dim}, and it reads them in another",
                 "the samples in that dimension",
-                "Transpose the input; or, if it has to be as it is, call the model with another number of samples, so "
-                "that the sizes tell which they are.",
+                "Transpose the input. If it has to be as it is, say where the samples stand in what the model is "
+                "called with, per_sample(batch_first=True) or per_sample(batch_first=False); or call it with another "
+                "number of samples first, so that the sizes tell which they are.",
             )
         return (
             f"in its input samples have taken each other's places ({source}), so that row i of its parameters would "

@@ -13,7 +13,7 @@ from expanded_nn.common.rounding import usual_sizes
 from expanded_nn.recording.doubt import Pair, Rounding
 
 B, D, C = 6, 8, 4
-IS_REFUSED = "half of the samples give other results|another result than sample by sample"
+IS_REFUSED = "some of the samples give other results|another result than sample by sample"
 
 
 class Mixing(nn.Module):

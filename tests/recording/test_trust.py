@@ -2427,6 +2427,30 @@ def test_clipping_says_that_a_zero_grad_is_missing(change: Callable[[nn.Module],
         enn.clip_grad_sample_norms_(model, 1.0)
 
 
+UNCLEARED = (
+    r"^clip_grad_sample_norms_: 4 of the per-sample gradients held were clipped once already; since then other "
+    r"gradients were cleared, and those of the parameters \['0\.weight', '0\.bias'\] were not, so that these samples "
+    r"count again in \.grad\. Freeze the parameters that no optimizer trains, or clear by model\.zero_grad\(\)\.$"
+)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("settings", [{}, {"materialize": True}, {"keep_factors": True}], ids=str)
+def test_clipping_says_that_the_optimizer_lacks_parameters(settings: Any, fused: bool) -> None:
+    model = on(nn.Sequential(nn.Linear(D, 3), nn.Linear(3, 2)), **settings)
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1, fused=fused)
+    assert len(clipped_step(model, values(4, D))) == 4
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.warns(enn.PerSampleWarning, match=UNCLEARED):
+        assert len(clipped_step(model, values(3, D))) == 7
+    model.zero_grad()
+    model[0].requires_grad_(False)
+    for _ in range(2):
+        assert len(clipped_step(model, values(4, D))) == 4
+        optimizer.zero_grad()
+
+
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_clipping_that_adds_says_that_a_zero_grad_is_missing(change: Callable[[nn.Module], Any]) -> None:
     model = on(nn.Linear(D, 2), accumulate_grad=False)

@@ -100,8 +100,9 @@ def keeping(module: Any, what: str) -> PerSampleError:
         module,
         f"its forward keeps tensors in {what}",
         "a forward that keeps nothing for the next call",
-        "Do without the cache in per-sample mode (use_cache=False); keep what the loss needs in an attribute of the "
-        "module itself, not of an object in it; or write the per-sample forward with @expands.",
+        "Do without the cache (use_cache=False), or the statistic of the batch, in per-sample mode; keep what the loss "
+        "needs in an attribute of the module itself, not of an object in it; or write the per-sample forward with "
+        "@expands.",
     )
 
 

@@ -277,6 +277,8 @@ class Mapper:
         remedy = "Write its per-sample forward with @expands, or keep the parameters in modules of torch.nn."
         if "stack expects" in str(error):
             remedy = "Let all samples give results of one size: pad_packed_sequence(..., total_length=x.shape[1])."
+        elif "dynamic shape" in str(error):  # as x[mask]
+            remedy = "Compute all and choose afterwards: torch.where(mask, layer(x), 0), not layer(x[mask])."
         elif "`.data`" in str(error):
             remedy = OF_FIRST_FORWARDS
         elif re.search("setup_context|generate_vmap_rule", str(error)):
