@@ -18,12 +18,12 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from expanded_nn._errors import PerSampleError, complaint, shown, warn
 from expanded_nn.common.modes import running_backward
 from expanded_nn.common.steady import is_generator
-from expanded_nn.common.traced import FirstEager, LookFirst, OnlyEager, TraceError, is_traced, recorders_met
+from expanded_nn.common.traced import FirstEager, HasGraphs, LookFirst, OnlyEager, TraceError, is_traced, recorders_met
 from expanded_nn.compiling.backends import Backend, CompilerError, backend_of, draws_alike
 from expanded_nn.compiling.called import Called, Code
 from expanded_nn.compiling.comparison import run_beside
 from expanded_nn.compiling.families import BEGUN_ANEW, Family, Former, LastCall, Met, Shapes, is_gone
-from expanded_nn.compiling.kinds import Call, HasGraphs, of_models, of_surroundings
+from expanded_nn.compiling.kinds import Call, of_models, of_surroundings
 from expanded_nn.compiling.looks import StepValues
 from expanded_nn.compiling.replay import ArgumentDim, Graph
 from expanded_nn.compiling.tracing import Traced, trace
@@ -212,7 +212,7 @@ class Graphs(HasGraphs):
 
     def _call(self, args: Any, kwargs: Any) -> Any:
         try:
-            call, last = Call(args, kwargs), self.last
+            call, last = Call(args, kwargs, self.step_values), self.last
             if last is not None and last.is_like(call):
                 if last.family.is_eager:
                     return self.step(*args, **kwargs)
@@ -493,8 +493,8 @@ class Graphs(HasGraphs):
 
     def _warn_of_kinds(self) -> bool:
         self._warn_of_eager(
-            f"call after call is of another kind{self.step_values.changed()} (make what changes an argument of the "
-            "step: a tensor, or tensors in tuples, lists, dicts or dataclasses)"
+            f"call after call is of another kind{self.step_values.changed([*self.families])} (make what changes an "
+            "argument of the step: a tensor, or tensors in tuples, lists, dicts or dataclasses)"
         )
         if has_grown := self.met.count(self.step_values.referred) > self.met.first_count:
             self._begin_anew()  # as what is new at each call would be held for ever

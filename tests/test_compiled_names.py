@@ -18,6 +18,7 @@ from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial, partialmethod, singledispatch
+from operator import itemgetter as pick
 from os import getenv as of_environment
 from pathlib import Path
 from types import MappingProxyType, ModuleType, SimpleNamespace
@@ -30,15 +31,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 import expanded_nn as enn
 from cases import EVEN_SAME
 from expanded_nn import _errors
+from expanded_nn.common.bytecode import computes_names, unread_arguments
 from expanded_nn.compile import NEW_KINDS
 from some import some_of
 from test_compiled_step import assert_same, classified, graphs, perceptron, samples, small
 
 pytestmark = pytest.mark.filterwarnings(EVEN_SAME)
+has = hasattr
 
 
 def assert_same_results(
@@ -771,6 +775,26 @@ HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], float], Callable[[Any],
         lambda held: held(),
         lambda held: held.__self__.fill(0.1),
     ),
+    "leaves_of_a_tree": (
+        lambda: {"named": 1.0, "other": 1.0},
+        lambda held: held["named"] * sum(tree_leaves(held)),
+        lambda held: held.update(other=0.1),
+    ),
+    "getter_under_another_name": (
+        lambda: {"named": 1.0, KEY: 1.0},
+        lambda held: held["named"] * pick(KEY)(held),
+        scale_key,
+    ),
+    "attribute_that_was_not_there": (
+        lambda: SimpleNamespace(limit=1.0),
+        lambda held: held.limit / (2 if has(held, KEY) else 1),
+        lambda held: setattr(held, KEY, None),
+    ),
+    "one_of_some_attributes_that_was_not_there": (
+        lambda: SimpleNamespace(limit=1.0),
+        lambda held: held.limit / (2 if any(hasattr(held, name) for name in ("third", "half")) else 1),
+        lambda held: setattr(held, "half", None),
+    ),
     "object_as_a_key": (
         lambda: {weighing(): 1.0},
         lambda held: sum(key.own for key in held),
@@ -1211,6 +1235,97 @@ def test_what_the_step_counts_goes_on(counter: str, in_hook: bool) -> None:
             compiled(x, y)
     assert add() == 6
     assert not graphs(compiled)
+
+
+class Trains:
+    """A method that is compiled in its class; the object keeps what it returns, and reads settings by `getattr`."""
+
+    def __init__(self) -> None:
+        self.model, self.options, self.losses = enn.convert(small()).per_sample(), SimpleNamespace(), list[Tensor]()
+
+    def plain(self, batch: tuple[Tensor, Tensor], batch_idx: int, epoch: int = 0) -> Any:
+        x, y = batch
+        loss = F.cross_entropy(self.model(x), y)
+        loss.backward()
+        return loss.detach(), enn.clip_grad_sample_norms_(self.model, getattr(self.options, "limit", 1.0))
+
+    step = enn.compile(plain, backend="eager")
+
+
+@pytest.mark.filterwarnings("error::expanded_nn.PerSampleWarning")
+def test_a_trainer_that_keeps_losses_and_counts_batches() -> None:
+    """Arguments that the step does not read make no other kind of call, and what it does not name is not looked at."""
+    trainer, batches = Trains(), samples(*[4] * (NEW_KINDS + 4))
+    for number, batch in enumerate(batches):
+        if number == 3:
+            trainer.options.limit = 0.1
+        results = []
+        for run in (trainer.step, trainer.plain):
+            trainer.model.zero_grad()
+            results.append(run(batch, number, epoch=number // 2))
+        assert_same(*results)
+        trainer.losses.append(results[0][0])
+    assert len(graphs(Trains.step)) == 2
+
+
+def reads_later(x: Tensor, number: int) -> Any:
+    return [number for _ in x], lambda: number
+
+
+def reads_all(x: Tensor, number: int) -> Any:
+    return locals()["number"]
+
+
+@pytest.mark.parametrize("reads", [reads_later, reads_all])
+def test_an_argument_that_is_read_in_another_way(reads: Callable[..., Any]) -> None:
+    assert not unread_arguments(reads.__code__) & {"number"}
+
+
+CONSTANT: list[Callable[..., Any]] = [
+    lambda x: getattr(x, "limit", 1.0),
+    lambda x: x.options.inner.limit,
+    lambda x: hasattr(x, "limit") and getattr(x, "limit", None),
+    lambda x: [getattr(item, "limit", x.default) for item in x],
+]
+COMPUTED: list[Callable[..., Any]] = [
+    lambda x, name: getattr(x, name),
+    lambda x, name: getattr(x, "li" + name),
+    lambda x, name: getattr(x, f"li{name}", 1.0),
+    lambda x, name: getattr(x, "limit" if name else "other"),
+    lambda x, names: map(getattr, x, names),
+    lambda x, *name: getattr(x, *name),
+    lambda x, names: [hasattr(x, name) for name in names],
+    lambda x, name: getattr(x.limit, name),
+    lambda x, name: getattr(x, name).limit,
+    lambda x: (get := getattr, get(x, "limit")),
+]
+
+
+@pytest.mark.parametrize("reads", CONSTANT)
+def test_attributes_by_constant_names(reads: Callable[..., Any]) -> None:
+    assert not computes_names(reads.__code__)
+
+
+@pytest.mark.parametrize("reads", COMPUTED)
+def test_attributes_by_computed_names(reads: Callable[..., Any]) -> None:
+    assert computes_names(reads.__code__)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_an_argument_that_makes_each_call_another_kind_is_named(by_name: bool) -> None:
+    model, (x, y) = enn.convert(small()).per_sample(), samples(4)[0]
+
+    @enn.compile(backend="eager")
+    def step(x: Tensor, weight: float) -> None:
+        (weight * F.cross_entropy(model(x), y)).backward()
+
+    def calls() -> None:
+        for number in range(NEW_KINDS + 1):
+            model.zero_grad()
+            step(x, **{"weight": 1.0 + number}) if by_name else step(x, 1.0 + number)
+
+    with pytest.warns(enn.PerSampleWarning, match="call after call is of another kind, as its argument weight changes"):
+        calls()
 
 
 class Batch:

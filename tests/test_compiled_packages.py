@@ -106,6 +106,46 @@ def test_a_flag_that_changes_to_and_fro(package: dict[str, Any]) -> None:
         graphs_after_calls(package["SetUpByFirst"](torch.bool), (0, 0, 0, 1, 1, *[0] * 5))
 
 
+NORM = nn.BatchNorm1d(8, momentum=None, dtype=torch.float64)
+OF_TORCH: dict[str, Any] = {
+    "norm": lambda x: NORM(x),
+    "distribution": lambda x: torch.distributions.MultivariateNormal(torch.zeros(8), torch.eye(8)).log_prob(x),
+}
+
+
+@pytest.mark.parametrize("read", OF_TORCH.values(), ids=OF_TORCH)
+def test_a_value_that_torchs_own_code_reads(read: Any) -> None:
+    model = enn.convert(nn.Linear(8, 3)).per_sample()
+
+    def step(x: Tensor) -> None:
+        read(x)
+        model(x).square().sum().backward()
+
+    compiled = enn.compile(step, backend="eager")
+    compiled(torch.randn(4, 8))
+    model.zero_grad()
+    line = read.__code__.co_firstlineno
+    words = rf"runs eagerly, as torch's own code reads a value of a tensor, called in line {line} of .*packages.py"
+    with pytest.warns(enn.PerSampleWarning, match=words):
+        compiled(torch.randn(4, 8))
+    assert model.weight.grad_sample.shape == (4, 3, 8)
+
+
+def test_an_operation_that_takes_functions() -> None:
+    model = enn.convert(nn.Linear(8, 3)).per_sample()
+
+    def step(x: Tensor) -> Tensor:
+        loss = model(x).square().sum()
+        loss.backward()
+        return torch.cond(loss.detach() > 1, torch.sin, torch.cos, (loss.detach(),))
+
+    compiled = enn.compile(step, backend="eager")
+    compiled(torch.randn(4, 8))
+    model.zero_grad()
+    with pytest.warns(enn.PerSampleWarning, match="eagerly, as it calls torch's operation cond, which takes functions"):
+        compiled(torch.randn(4, 8))
+
+
 @pytest.mark.parametrize("read", [bool, float, Tensor.item, Tensor.tolist, print])
 def test_a_value_that_a_package_reads(package: dict[str, Any], read: Any) -> None:
     model = enn.convert(nn.Sequential(nn.Linear(8, 8), package["Looks"](read), nn.Linear(8, 3))).per_sample()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dis import Instruction, get_instructions
+from dis import Instruction, get_instructions, hasjabs, hasjrel, stack_effect
 from functools import lru_cache
 from itertools import pairwise
 from types import CellType, CodeType, FrameType, FunctionType
@@ -11,6 +11,9 @@ from typing import Any
 
 _NO_COMPUTED_KEY = {"LOAD_CONST", "LOAD_SMALL_INT", "BUILD_SLICE", "BUILD_TUPLE"}  # before the index is applied
 _SPREAD = {"DICT_MERGE", "DICT_UPDATE", "CALL_FUNCTION_EX"}
+_CALLS = {"PRECALL", "CALL", "CALL_FUNCTION"}
+_JUMPS = {*hasjabs, *hasjrel}
+_TAKE_ALL_VARIABLES = {"locals", "vars", "dir", "eval", "exec"}
 
 
 def codes_in(code: CodeType) -> Iterator[CodeType]:
@@ -41,6 +44,27 @@ def global_names(code: CodeType) -> dict[str, None]:
     }
 
 
+def unread_arguments(code: CodeType) -> frozenset[str]:
+    """The arguments whose values it never takes, as `batch_idx` in many a `training_step(batch, batch_idx)`."""
+    if not _TAKE_ALL_VARIABLES.isdisjoint(code.co_names):
+        return frozenset()
+    loads = [instruction.argval for instruction in get_instructions(code) if "LOAD_FAST" in instruction.opname]
+    read = {name for names in loads for name in (names if isinstance(names, tuple) else (names,))}
+    arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    return frozenset(arguments) - read.union(code.co_cellvars)
+
+
+def constant_words(code: CodeType) -> Iterator[str]:
+    """The strings among its constants, and in tuples and sets of these."""
+    waiting: list[Any] = [*code.co_consts]
+    while waiting:
+        constant = waiting.pop()
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, tuple | frozenset):
+            waiting += constant
+
+
 def imported_names(code: CodeType) -> list[str]:
     """The modules that it imports; those of its own package, with a dot before them for each level."""
     instructions = [instruction for instruction in _instructions(code) if instruction.opname != "EXTENDED_ARG"]
@@ -57,6 +81,37 @@ def computes_keys(code: CodeType) -> bool:
         (_applies_index(instruction) and previous.opname not in _NO_COMPUTED_KEY) or instruction.opname in _SPREAD
         for previous, instruction in pairwise(_instructions(code))
     )
+
+
+def computes_names(code: CodeType) -> bool:
+    """Whether it finds attributes by names that are no constants: `getattr(x, name)`, not `getattr(x, "limit", 1.0)`.
+
+    So it does, too, where it does anything else with these functions than to call them, or where that is not known.
+    """
+    for inner in codes_in(code):
+        instructions = [*get_instructions(inner)]
+        for number, instruction in enumerate(instructions):
+            finds = instruction.opname.startswith("LOAD") and instruction.argval in ("getattr", "hasattr")
+            if finds and not _takes_constant_name(instructions[number + 1 :]):
+                return True
+    return False
+
+
+def _takes_constant_name(instructions: list[Instruction]) -> bool:
+    """Whether a call, for which its function was just loaded, has a constant as its second argument."""
+    depth, is_constant = 0, False  # how many of its arguments are on the stack
+    for instruction in instructions:
+        name, count = instruction.opname, instruction.arg
+        if name in _CALLS and depth == count:
+            return is_constant
+        if name.startswith("STORE") or (is_constant and not name.startswith(("LOAD", "BUILD"))):
+            return False  # it has another name from now on; or it may be computed with
+        before, depth = depth, depth + (name != "PUSH_NULL") * stack_effect(instruction.opcode, count, jump=False)
+        if depth < 0 or instruction.opcode in _JUMPS:
+            return False
+        if depth >= 2 > before:
+            is_constant = name == "LOAD_CONST" and isinstance(instruction.argval, str)
+    return False
 
 
 def matched_attributes(code: CodeType) -> tuple[set[str], bool]:

@@ -22,6 +22,10 @@ from expanded_nn.common.modes import unseen
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
+class HasGraphs:
+    """What has graphs of its own, as a compiled step does: what these hold is nobody else's, and not looked into."""
+
+
 class OnlyEager(Exception):
     """Steps of this kind always run eagerly, as what they do depends on values."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, MutableMapping, Sequence
+from collections.abc import Hashable, Iterable, MutableMapping, Sequence
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -16,9 +16,10 @@ from expanded_nn._errors import is_ours
 from expanded_nn.common.batch import contents, is_shared_by_all
 from expanded_nn.common.containers import has_dict
 from expanded_nn.common.modes import function_modes, is_autocast, saved_tensors_are_packed
-from expanded_nn.common.traced import OnlyEager
+from expanded_nn.common.traced import HasGraphs, OnlyEager
 from expanded_nn.compiling.looks import (
     Look,
+    StepValues,
     by_identity,
     is_number,
     key_of_plain,
@@ -50,10 +51,6 @@ GLOBAL_HOOKS: list[MutableMapping[int, Any]] = [
 ]
 
 
-class HasGraphs:
-    """What has graphs of its own, as a compiled step does: the tensors in these are nobody else's arguments."""
-
-
 class Call:
     """The arguments of a call.
 
@@ -70,10 +67,12 @@ class Call:
         OnlyEager: If tensors are within an object of a class that is not known, and may be others at the next call.
     """
 
-    __slots__ = "arguments", "by_id", "containers", "key", "objects", "shapes", "tensors"
+    __slots__ = "_names", "arguments", "by_id", "containers", "key", "objects", "shapes", "tensors"
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], step_values: StepValues) -> None:
         self.arguments = args, kwargs
+        self._names = step_values.referred.names
+        args, kwargs = step_values.arguments.read(args, kwargs)
         self.by_id: dict[int, Tensor] = {}
         self.objects: list[Any] = []
         self.containers: dict[int, int] = {}
@@ -113,15 +112,23 @@ class Call:
             number, of_both = self._number(value), (items_of(value), attributes_beside_items(value))
             items = [tuple([(_key_of(key), self._of(held)) for key, held in of.items()]) for of in of_both]
             return cls, number, tuple(items)
-        # those in an optimizer, as in the `self` of a method, are the models'
-        held = () if cls is Projection else contents(value, closed=(Optimizer, HasGraphs))
-        if any(isinstance(part, Tensor) for part in held):
+        if any(isinstance(part, Tensor) for part in self._parts(value)):
             raise OnlyEager(
                 f"an argument is a {cls.__name__} that holds tensors (give these, in tuples, lists, dicts or "
                 "dataclasses)"
             )
         self.objects.append(value)
         return cls, by_identity(value)
+
+    def _parts(self, value: Any) -> Iterable[Any]:
+        """What is in an object, as far as the step names its attributes; an optimizer's tensors are its models'."""
+        if isinstance(value, Optimizer | HasGraphs | Projection):
+            return ()
+        held: Any = value
+        if has_dict(value) and not isinstance(value, list | tuple | dict):
+            named = [name for name in [*vars(value)] if self._names.any_attribute or name in self._names.words]
+            held = [vars(value)[name] for name in named]
+        return contents(held, closed=(Optimizer, HasGraphs))
 
     def _number(self, container: Any) -> int:
         return self.containers.setdefault(id(container), len(self.containers))

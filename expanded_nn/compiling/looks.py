@@ -24,7 +24,8 @@ from expanded_nn.common.arrays import has_numbers, key_of_numbers
 from expanded_nn.common.containers import has_dict
 from expanded_nn.common.outside import CACHED, NAMESPACES
 from expanded_nn.common.steady import is_generator
-from expanded_nn.common.traced import OnlyEager
+from expanded_nn.common.traced import HasGraphs, OnlyEager
+from expanded_nn.compiling.arguments import Arguments
 from expanded_nn.compiling.caches import results_of
 from expanded_nn.compiling.names import (
     PLAIN,
@@ -45,13 +46,14 @@ from expanded_nn.recording.recorder import Recorder, modules_in, recorder_of
 MOST_ITEMS = 10_000  # of a list or a dict; what is within the items of a longer one does not count
 MOST_NUMBERS = 100_000  # of an array; a step with a larger one runs eagerly
 MOST_PARTS = 10_000  # lists, dicts and objects; a step with more runs eagerly
+MOST_IN_VAIN = 16  # looks in a row that give no key, after which few calls are looked at
 MOST_DEPTH = 100  # of objects within objects; what is deeper counts by its identity
 _NUMBERS = {bool, int, float, complex}
 _BY_TEXT = complex, range  # of which different ones are equal
 _SETTINGS = {*PLAIN, dict, list, *NAMESPACES}  # what counts also where a library has it
 _OF_PYDANTIC = "__pydantic_private__", "__pydantic_extra__"  # where its objects have some of their attributes
 _BASES = in_a_tuple(attrgetter, "__mro__")  # which may be set
-_WHOLE = Tensor | nn.Module  # what counts by its identity, whatever it holds
+_WHOLE = Tensor | nn.Module | HasGraphs  # what counts by its identity, whatever it holds
 
 
 def by_identity(value: Any) -> Hashable:
@@ -331,10 +333,13 @@ class StepValues:
         scheduled: The class of a scheduler of learning rates, if the step calls its `step()`.
         modules: The modules that the step refers to.
         parameters: The parameters that it refers to by names of their own.
+        arguments: The arguments that the step takes.
+        in_vain: How many looks in a row have given no key.
     """
 
     def __init__(self, step: Any) -> None:
         self.referred = Referred(step)
+        self.arguments, self.in_vain = Arguments(step), 0
         self.changing: dict[tuple[int, Any], Any] = {}
         self.changed_last: dict[tuple[int, Any], Any] = {}
         self.looks: tuple[Look, ...] = ()
@@ -385,18 +390,22 @@ class StepValues:
         Raises:
             OnlyEager: If there is none, as the step refers to an iterator, say.
         """
-        look = self.look(objects)
-        self.looks = (*self.looks[-1:], look)
-        return look.checked()
+        seldom = self.in_vain >= MOST_IN_VAIN and self.in_vain & (self.in_vain - 1)
+        self.in_vain += 1
+        if not seldom:  # as a look may take longer than the step
+            self.looks = (*self.looks[-1:], self.look(objects))
+        key = self.looks[-1].checked()
+        self.in_vain = 0
+        return key
 
-    def changed(self) -> str:
+    def changed(self, kinds: Sequence[Any]) -> str:
         """The first thing that differs from the call before, as a part of a warning; empty if nothing does."""
         items = [look.items for look in self.looks]
         for place, (value, key) in items[-1].items() if len(items) > 1 else ():
             if items[0].get(place, (value, key))[1] != key:
                 name = getattr(value, "__name__", f"a {type(value).__name__}")
                 return f", as {shown(place[1])} of {name} changes" if place[1] is not None else f", as {name} changes"
-        return ""
+        return self.arguments.changed(kinds)
 
     @contextmanager
     def undoing(self, objects: Sequence[Any]) -> Iterator[None]:

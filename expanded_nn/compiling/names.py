@@ -6,9 +6,10 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
+from dataclasses import asdict, astuple, fields
 from functools import cache, partial
 from importlib.util import resolve_name
-from operator import attrgetter, itemgetter, methodcaller
+from operator import attrgetter, getitem, itemgetter, methodcaller
 from types import BuiltinMethodType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -19,7 +20,9 @@ from expanded_nn._errors import LIBRARIES, MADE_BY_LIBRARIES, NOT_THE_USERS, is_
 from expanded_nn.common.bytecode import (
     codes_in,
     computes_keys,
+    computes_names,
     constant_keys,
+    constant_words,
     global_names,
     imported_names,
     matched_attributes,
@@ -48,13 +51,14 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 # special methods that a step does not call, or that tell it nothing
 _NOT_CALLED = {"__init__", "__new__", "__del__", "__repr__", "__setattr__", "__delattr__", "__init_subclass__"}
-_TAKE_ANY_ATTRIBUTE = {"getattr", "vars", "__dict__", "attrgetter", "asdict", "astuple", "fields", "eval", "exec"}
+_TAKE_ANY_ATTRIBUTE = {"vars", "__dict__", "attrgetter", "asdict", "astuple", "fields", "eval", "exec"}
 _TAKE_ANY_ATTRIBUTE |= {"__getattribute__", "getmembers"}
 _TAKE_ANY_ATTRIBUTE |= {"model_dump", "model_dump_json", "model_copy", "to_dict", "_get_kwargs", "deepcopy"}
 _SET_ANY_ATTRIBUTE = {"setattr", "delattr", "__setattr__", "__delattr__"}
 _WITHOUT_ATTRIBUTES = {"builtins", "typing", "abc"}  # the classes of these modules set none
 _TAKE_ANY_ITEM = {"get", "pop", "values", "items", "keys", "copy", "update", "itemgetter", "getitem", "__getitem__"}
 _TAKE_ANY_ITEM |= {"setdefault", "popitem", "repr", "dumps", "format_map", "total", "most_common", "elements"}
+_TAKE_ANY_ITEM |= {"tree_leaves", "tree_flatten", "tree_iter", "tree_map", "tree_map_only", "apply_to_collection"}
 _TAKE_ANY_GLOBAL = {"globals", "eval", "exec"}
 _TAKE_ANY_MODULE = {"import_module", "__import__", "modules"}
 
@@ -71,6 +75,12 @@ class Names(NamedTuple):
         words = self.words if other.words <= self.words else self.words | other.words
         joined = Names(words, self.any_item or other.any_item, self.any_attribute or other.any_attribute)
         return self if joined == self else joined
+
+
+_FINDERS: list[tuple[Any, Names]] = [
+    *((found, Names(any_attribute=True)) for found in (getattr, hasattr, vars, attrgetter, asdict, astuple, fields)),
+    *((found, Names(any_item=True)) for found in (itemgetter, getitem)),
+]
 
 
 class Place(NamedTuple):
@@ -251,6 +261,9 @@ class Referred:
             self.names = self.names.joined(_names_of_getter(value))
         if any(value is own for own in _ENVIRONMENT):
             self.names = self.names.joined(Names(frozenset({"environ"})))
+        for own, names in _FINDERS:  # under whatever name
+            if value is own:
+                self.names = self.names.joined(names)
         if isinstance(value, MethodType):
             self._follow(value.__self__)
             value = value.__func__
@@ -459,11 +472,12 @@ def _imported_by(code: CodeType, namespace: Mapping[str, Any]) -> list[str]:
 
 @cache
 def _names_in(code: CodeType) -> Names:
-    words = {word for inner in codes_in(code) for word in (*inner.co_names, *inner.co_consts) if isinstance(word, str)}
+    words = {word for inner in codes_in(code) for word in (*inner.co_names, *constant_words(inner))}
     matched, by_place = matched_attributes(code)
     words |= matched
     by_key = not words.isdisjoint(_TAKE_ANY_ITEM) or computes_keys(code)
-    return Names(frozenset(words), by_key, by_place or not words.isdisjoint(_TAKE_ANY_ATTRIBUTE))
+    by_name = by_place or computes_names(code) or not words.isdisjoint(_TAKE_ANY_ATTRIBUTE)
+    return Names(frozenset(words), by_key, by_name)
 
 
 def _names_of_getter(getter: Any) -> Names:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from itertools import accumulate
 from operator import itemgetter, setitem
 from types import CodeType, FrameType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,17 +31,30 @@ from expanded_nn.rows.cell import Cell, Guarded
 MOST = 10_000  # objects that are looked into for tensors
 TENSORS = "factors", "shared"  # of a term
 WITH_COUNT = KroneckerFactors, EigenFactors  # their count is another one at each call
-_NO_COUNTS: Mapping[int, Tensor] = {}
 Parts = Sequence[Any]  # tensors, and symbolic sizes in a graph for changing sizes
 Remake = Callable[[Parts], Any]
 
 
-def packed(value: Any, parts: list[Any], counts: Mapping[int, Tensor] = _NO_COUNTS) -> Remake:
+class Given(NamedTuple):
+    """What is known of the arguments of a call.
+
+    Attributes:
+        counts: By the ids of factors, tensors that take the places of their counts.
+        objects: The ids of those that are the same ones at each call, whatever they hold.
+    """
+
+    counts: Mapping[int, Tensor] = {}
+    objects: frozenset[int] = frozenset()
+
+
+_NOTHING_GIVEN = Given()
+
+
+def packed(value: Any, parts: list[Any], given: Given = _NOTHING_GIVEN) -> Remake:
     """Appends the tensors within a value to `parts`; returns a function that makes the value from new parts.
 
     Tensors are looked for in tuples, lists, dicts, dataclasses, `PerSampleGrads` and `KroneckerFactors`; factored rows
-    are taken apart into their factors. `counts` has, by the ids of factors, tensors that take the places of their
-    counts.
+    are taken apart into their factors.
 
     Raises:
         OnlyEager: If the shape of a parameter's rows has a symbolic size.
@@ -58,22 +71,23 @@ def packed(value: Any, parts: list[Any], counts: Mapping[int, Tensor] = _NO_COUN
     cls: Any = type(value)
     if isinstance(value, WITH_COUNT):
         items = [packed(item, parts) for item in value[:-1]]
-        items.append(_packed_count(counts.get(id(value), value.count), parts))
+        items.append(_packed_count(given.counts.get(id(value), value.count), parts))
         return lambda new_parts: cls(*(item(new_parts) for item in items))
     if isinstance(value, list | tuple):
         if not hasattr(value, "_fields") and _is_made_in_another_way(value):
             raise OnlyEager(f"it returns a {cls.__name__}, with attributes or a constructor of its own (return a list)")
-        items = [packed(item, parts, counts) for item in value]
+        items = [packed(item, parts, given) for item in value]
         if hasattr(value, "_fields"):
             return lambda new_parts: cls(*(item(new_parts) for item in items))
         return lambda new_parts: cls(item(new_parts) for item in items)
     if has_items(value):
-        return _packed_items(value, parts, counts)
+        return _packed_items(value, parts, given)
     if isinstance(value, Iterator):
         raise OnlyEager(
             f"it returns a {type(value).__name__}, which ends after the first call (return a list or a tuple)"
         )
-    if not is_ours(cls) and not isinstance(value, nn.Module) and _holds_tensors(value):
+    is_known = id(value) in given.objects or is_ours(cls) or isinstance(value, nn.Module)
+    if not is_known and _holds_tensors(value):
         raise OnlyEager(
             f"it returns a {type(value).__name__}, or sets it on a module, that holds tensors or sizes (take these, in "
             "tuples, lists, dicts or dataclasses)"
@@ -179,12 +193,12 @@ def put_items(container: Any, removed: Sequence[Any], new: Mapping[Any, Any]) ->
             object.__setattr__(container, name, value)
 
 
-def _packed_items(value: Any, parts: list[Any], counts: Mapping[int, Tensor]) -> Remake:
+def _packed_items(value: Any, parts: list[Any], given: Given) -> Remake:
     """Packs what a mapping or a dataclass holds."""
     if isinstance(value, Mapping):
         _refuse_more_than_items(value)
     put = setitem if isinstance(value, Mapping) else object.__setattr__  # a frozen dataclass's own refuses
-    remakes = {key: packed(item, parts, counts) for key, item in items_of(value).items()}
+    remakes = {key: packed(item, parts, given) for key, item in items_of(value).items()}
     emptied = copy.copy(value)  # so that nothing of the trace lives on
     for key in remakes:
         put(emptied, key, None)

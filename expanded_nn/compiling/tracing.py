@@ -34,7 +34,7 @@ from expanded_nn.common.traced import FirstEager, LookFirst, OnlyEager, TraceErr
 from expanded_nn.compiling.caches import clear_caches
 from expanded_nn.compiling.kinds import GLOBAL_HOOKS, Call
 from expanded_nn.compiling.outcome import Outcome, Saved
-from expanded_nn.compiling.packing import containers, items_of, packed
+from expanded_nn.compiling.packing import Given, containers, items_of, packed
 from expanded_nn.compiling.watched import (
     READ,
     Generator,
@@ -49,7 +49,7 @@ from expanded_nn.compiling.watched import (
     texts,
 )
 from expanded_nn.modules.base import PerSampleModule
-from expanded_nn.recording.callers import innermost, line_of_user, text_of
+from expanded_nn.recording.callers import line_of_user, text_of
 from expanded_nn.recording.isolation import Grads, has_hidden_rows, isolated
 from expanded_nn.recording.passes import PassStage
 from expanded_nn.recording.recorder import Recorder
@@ -309,7 +309,8 @@ class _Body:
     def _arguments(self, tensors: Sequence[Tensor]) -> Any:
         """The step's `(args, kwargs)`, with other tensors in place of those of the call."""
         parts: list[Any] = []
-        remake = packed(self.call.arguments, parts, self.call.by_id)
+        given = Given(self.call.by_id, frozenset(map(id, self.call.objects)))
+        remake = packed(self.call.arguments, parts, given)
         numbers = {id(tensor): number for number, tensor in enumerate(self.call.tensors)}
         return remake([tensors[numbers[id(part)]] for part in parts])
 
@@ -356,7 +357,7 @@ def _graph_of(
         if not reads_values(error):  # the eager step raises it again, if it is the step's own
             raise TraceError(f"its trace raises {first_line(error)}") from error
         frames = [(frame.f_code.co_filename, number) for frame, number in traceback.walk_tb(error.__traceback__)]
-        raise reading(innermost(reversed(frames))) from error
+        raise reading(reversed(frames)) from error
 
 
 def _refuse_processes(modules: Sequence[nn.Module], recorders: Sequence[Recorder]) -> None:

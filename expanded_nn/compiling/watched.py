@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from threading import get_ident
 from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_innermost_proxy_mode, get_proxy_slot
 from torch.utils._mode_utils import no_dispatch
@@ -26,7 +29,14 @@ from expanded_nn.common.modes import FunctionMode, has_no_values, is_batched, of
 from expanded_nn.common.traced import OnlyEager, assume, is_traced, note_hook, note_zeroed
 from expanded_nn.core import cost
 from expanded_nn.factored import FactoredTensor, is_hidden
-from expanded_nn.recording.callers import is_asked_by_users, is_called_by_libraries, line_of_user, text_of
+from expanded_nn.recording.callers import (
+    innermost,
+    is_asked_by_users,
+    is_called_by_libraries,
+    line_of_user,
+    lines_now,
+    text_of,
+)
 from expanded_nn.recording.leaf import Leaf, Published
 
 READ = torch.ops.aten._local_scalar_dense.default
@@ -44,6 +54,8 @@ _SYMBOLS = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 _LIFT = torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default  # of numbers in the step's code
 _FROZEN_BY_PYTHON = 5_000  # objects at most: 3.12 begins with some hundreds; with torch, `gc.freeze` takes 100,000
 _OF_MEMORY = {Tensor.storage_offset, Tensor.data_ptr, Tensor._is_view, cast(Any, Tensor._base).__get__}
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
+_OPERATIONS = "functional.py", "_tensor.py", "_jit_internal.py", "overrides.py"  # torch's files with operations
 _ZERO = torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default
 
 
@@ -52,27 +64,31 @@ class Operations(TorchDispatchMode):
 
     Attributes:
         draws: Whether random numbers are drawn.
-        values: The symbols that stand for values which the step has read, by `tensor.item()`, each with the line.
+        values: The symbols that stand for values which the step has read, by `tensor.item()`, each with the lines.
         tensors: The tensors that were made, each with the line that made it.
         changed: Tensors with values, such as a weight, that the trace may have changed in place, each with its version
             and a copy from before.
         leaves: Tensors with values that require gradients, each with its `.grad` from before.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.draws = False
-        self.values: dict[Any, tuple[str, int]] = {}
+        self.values: dict[Any, list[tuple[str, int]]] = {}
         self.tensors: list[tuple[TensorWeakRef, tuple[str, int]]] = []
         self.changed: list[tuple[Tensor, int, Tensor]] = []
         self.leaves: dict[int, tuple[Tensor, Tensor | None]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            raise OnlyEager(f"it calls torch's operation {func.name()}, which takes functions")
         if func is READ:
             value = func(*args, **kwargs)
             if hasattr(value, "node"):
-                self.values[value.node.expr] = line_of_user()
+                self.values[value.node.expr] = lines_now()
             elif _has_values(args[0]):
                 raise OnlyEager(_number_of_tensor())
             return value
@@ -219,9 +235,9 @@ class Readings(FunctionMode):
         if func is Tensor.__bool__ and _has_values(args[0]) and is_of_package(line_of_user()):
             return _assumed_flag(args[0])
         if func in _SHOWN or (func in _NUMBER and not isinstance(args[0], FakeTensor)):
-            raise reading(line_of_user())
+            raise reading(lines_now())
         if func in _EQUAL and any(map(_has_values, args)) and not is_called_by_libraries(func):
-            raise reading(line_of_user())
+            raise reading(lines_now())
         if func in _OF_MEMORY and is_asked_by_users():
             raise OnlyEager("it asks where a tensor lies in memory, as x.storage_offset() does")
         if func == _SET_DATA and not _is_fake(args[0]):
@@ -376,14 +392,22 @@ def is_of_package(line: tuple[str, int]) -> bool:
     return line[0].startswith(NOT_THE_USERS)
 
 
-def reading(line: tuple[str, int]) -> Exception:
-    """The error of a step that reads values of tensors; in a package's code it is a reason to run eagerly."""
+def reading(lines: Iterable[tuple[str, int]]) -> Exception:
+    """The error of a step that reads values of tensors, by its lines, the innermost first.
+
+    Where code of a package or of torch reads them, which the user does not write anew, it is a reason to run eagerly.
+    """
+    lines = [*lines]
+    line = innermost(lines)
     if is_of_package(line):
         return OnlyEager(f"a package reads a value of a tensor in {text_of(line)}")
+    called = lines[max(0, lines.index(line) - 1)][0] if line in lines else ""  # by that line
+    if called.startswith(_TORCH) and not called.endswith(_OPERATIONS):
+        return OnlyEager(f"torch's own code reads a value of a tensor, called in {text_of(line)}")
     return complaint(
         "enn.compile",
         f"the step reads a value of a tensor in {text_of(line)}",
         "a step that does the same operations whatever the values are",
-        "Use torch.where in place of an if or of an index by a mask, return the tensor and look at it after the step, "
-        "or call the step without enn.compile.",
+        "Use torch.where in place of an if or of an index by a mask, give sizes that torch would read, as in "
+        "F.one_hot(y, 10), return the tensor and look at it after the step, or call the step without enn.compile.",
     )

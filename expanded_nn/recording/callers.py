@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import linecache
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from traceback import walk_stack
 from types import FrameType
 from typing import Any
@@ -68,7 +68,16 @@ def runs_a_plain_forward_again() -> bool:
 
 def line_of_user() -> tuple[str, int]:
     """The file and the number of the innermost line of the user's that runs; `("", 0)` if there is none."""
-    return innermost((frame.f_code.co_filename, number) for frame, number in walk_stack(sys._getframe(1)))
+    return innermost(_lines(sys._getframe(1)))
+
+
+def lines_now() -> list[tuple[str, int]]:
+    """The files and the numbers of all lines that run, the innermost first."""
+    return [*_lines(sys._getframe(1))]
+
+
+def _lines(frame: FrameType) -> Iterator[tuple[str, int]]:
+    return ((outer.f_code.co_filename, number) for outer, number in walk_stack(frame))
 
 
 def innermost(lines: Iterable[tuple[str, int]]) -> tuple[str, int]:

@@ -301,11 +301,11 @@ class _Attempts:
         again = "" if rolled_back else " What this forward had drawn or changed until then has happened twice."
         ways = [list(module._told.ways.values()) for module in new]
         cost = "Steps take longer, unless comparisons in the next ones find that the whole batch can run at once."
-        how = f"{', in a loop' * loops}. {cost}"
+        in_loop, how = ", in a loop" * loops, f". {cost}"
         if all(known and all(way.known for way in known) for known in ways):
-            how = " where the whole batch cannot run at once. Here it can, as comparisons have found."
+            how = ", where the whole batch cannot run at once. Here it can, as comparisons have found."
         warn(
-            f"{names}: runs sample by sample from now on{how} "
+            f"{names}: runs sample by sample from now on{in_loop}{how} "
             f"The reason: {new[0]._learned.why} {remedy}per_sample(escalate=False) makes it an error.{again}"
         )
 
