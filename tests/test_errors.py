@@ -589,7 +589,7 @@ def a_sparse_input() -> None:
 @refused(r"Linear.*: input is a nested tensor; wanted a dense one\..*to_padded_tensor\(input, 0\.0\)")
 def a_nested_input() -> None:
     with quiet():
-        on(nn.Linear(4, 4))(torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(3, 4)]))
+        on(nn.Linear(4, 4), escalate=True)(torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(3, 4)]))
 
 
 @refused(r"^clip_grad_sample_norms_: it is called within a backward, as by a hook.*Call it after backward\(\)\.")
@@ -1168,6 +1168,18 @@ def no_tensor_that_all_samples_share() -> None:
 def a_model_that_mixes_samples() -> None:
     model = enn.convert(Feed(nn.Linear(4, 3), lambda layer, x: layer(x - x.mean(0)))).per_sample(escalate=False)
     model(torch.randn(6, 4))
+
+
+@refused(
+    r"Feed: its forward runs a backward, which has added to a \.grad; now and then .*; wanted a backward after the "
+    r"forward\. Return that loss, .*compare=False\)\. Clear the gradients of this call\.$"
+)
+def a_backward_within_a_forward() -> None:
+    def call(layer: nn.Module, x: Tensor) -> Tensor:
+        layer(x).sum().backward()
+        return x
+
+    feed(nn.Linear(4, 3), call)
 
 
 @refused(r"Feed: in a batch of 6 gradients of samples by layer.weight are in the rows of others; .*outside of the mo")

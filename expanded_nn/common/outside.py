@@ -165,12 +165,26 @@ def holders_in(values: Iterable[Any]) -> list[Any]:
         if id(value) in found or not (is_container or is_users_object(value)):
             continue
         found[id(value)] = value
-        items = value if is_container else vars(value)
-        base = _base_of(items)
-        if 0 < base.__len__(items) <= MOST:
-            held = base.values(items) if isinstance(items, dict) else base.__iter__(items)
-            left += [item for item in held if type(item) not in NUMBERS]
+        left += _items_in(value)
     return [*found.values()]
+
+
+def _items_in(holder: Any) -> list[Any]:
+    """What is in a container or in an object of the user's, but for numbers; nothing of what is long."""
+    items = holder if isinstance(holder, _HOLDERS) else vars(holder)
+    base = _base_of(items)
+    if not 0 < base.__len__(items) <= MOST:
+        return []
+    held = base.values(items) if isinstance(items, dict) else base.__iter__(items)
+    return [item for item in held if type(item) not in NUMBERS]
+
+
+def modules_in_holders(values: Iterable[Any]) -> list[nn.Module]:
+    """The modules in some values, and in the containers and the user's objects within these, without those within."""
+    values = [*values]
+    holders = (holder for holder in holders_in(values) if not has_numbers(holder))
+    items = (item for holder in holders for item in _items_in(holder))
+    return [item for item in (*values, *items) if isinstance(item, nn.Module)]
 
 
 def kept_in(values: Iterable[Any]) -> list[tuple[Any, Any]]:

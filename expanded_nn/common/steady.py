@@ -29,7 +29,15 @@ from expanded_nn.common.batch import contents, marked_like
 from expanded_nn.common.containers import has_dict
 from expanded_nn.common.functions import CHANGED, SIZES, attributes, is_in_place
 from expanded_nn.common.modes import FunctionMode, has_no_values, unseen, version_of
-from expanded_nn.common.outside import NOTHING, Outside, holders_in, is_users_object, kept_in, put_back
+from expanded_nn.common.outside import (
+    NOTHING,
+    Outside,
+    holders_in,
+    is_users_object,
+    kept_in,
+    modules_in_holders,
+    put_back,
+)
 from expanded_nn.common.shared import is_parameter
 from expanded_nn.common.traced import is_traced
 
@@ -94,6 +102,16 @@ def attributes_of(modules: Iterable[nn.Module]) -> list[Any]:
     """The values of the attributes of modules, but for ours, parameters, modules, and tables without hooks."""
     pairs = (pair for module in modules for pair in vars(module).items() if pair[0] not in OURS)
     return [value for name, value in pairs if name not in HOOK_TABLES or value]
+
+
+def hidden_modules(members: Sequence[nn.Module]) -> list[nn.Module]:
+    """The modules that some modules hold in lists, dicts and objects, as `self.teacher = [net]`, and those within."""
+    known, waiting = dict.fromkeys(members), members
+    while waiting:
+        held = modules_in_holders(attributes_of(waiting))
+        waiting = [inner for module in held for inner in module.modules() if inner not in known]
+        known |= dict.fromkeys(waiting)
+    return [*known][len(members) :]
 
 
 def is_generator(value: Any) -> bool:
@@ -183,8 +201,8 @@ class StateBefore:
 
 def _has_changed_unseen(tensor: Tensor, before: Tensor) -> bool:
     """Whether a tensor has other values, as by `.data` or by an observer, which leave its version."""
-    tells = tensor.layout is torch.strided and not (tensor.is_meta or is_traced() or has_no_values(tensor))
-    return tells and not torch.equal(tensor, before)
+    is_dense = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_meta)
+    return is_dense and not (is_traced() or has_no_values(tensor) or torch.equal(tensor, before))
 
 
 class Attributes:
@@ -396,16 +414,26 @@ class Traces(Attributes):
 class BeforeForward:
     """What a forward may leave traces in, as it is before: it is found once, however often the forward runs then.
 
-    These are the attributes and buffers of a module, and of those within; the attributes of the user's own objects
+    These are the attributes and buffers of a module, of those within, and of those that these hold in lists, dicts and
+    objects, where `parameters()` does not find them; the attributes of the user's own objects
     among these, as a tracker of losses; what its functions keep outside of modules; and hooks on parameters.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module, members = module, [*module.modules()]
+        members += hidden_modules(members)
         self.outside = Outside(members)
         objects = filter(is_users_object, holders_in(attributes_of(members)))  # of the user's own classes, each once
         self.attributes = [(owner, dict(vars(owner))) for owner in (*members, *objects)]
-        self.hooks = [(parameter, {*_hooks_of(parameter)}) for parameter in module.parameters()]
+        own = [x for member in members for x in member._parameters.values() if x is not None]
+        parameters = {id(parameter): parameter for parameter in own}
+        self.hooks = [(parameter, {*_hooks_of(parameter)}) for parameter in parameters.values()]
+        others = [x for x in tree_leaves(attributes_of(members)) if isinstance(x, Tensor)]
+        self.leaves = [x for x in (*parameters.values(), *others) if x.requires_grad and x.is_leaf]
+
+    def gradients(self) -> list[tuple[int, int]]:
+        """What tells whether any `.grad` was set or added to."""
+        return [(id(x.grad), 0 if x.grad is None else version_of(x.grad)) for x in self.leaves]
 
     @contextmanager
     def without_traces(self, *, hooks: bool = True, updates: bool = False) -> Iterator[None]:

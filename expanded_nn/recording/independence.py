@@ -116,12 +116,22 @@ class Comparison:
         """
         if not self.looks_at or (self.looks_at < 2 and not is_first):
             return None
+        gradients = self.before.gradients()
         with uncounted():
             try:
                 with without_fused_inference:
                     whole, is_random = self.run(self.forward, self.leaves)
             except Exception:  # the forward itself will say so
                 return None
+            if self.before.gradients() != gradients:
+                return complaint(
+                    self.recorder.name_of(self.module),
+                    "its forward runs a backward, which has added to a .grad; now and then it runs once more, for a "
+                    "comparison of its samples, and would add that again",
+                    "a backward after the forward",
+                    "Return that loss, and run its backward with that of the others, or say "
+                    "per_sample(compare=False). Clear the gradients of this call.",
+                )
             whole = whole if is_random else self._with_hooks(whole)
             if self.looks_at < 2:
                 return refusal_of_another_model(self, whole, is_random=is_random)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import warnings
 from argparse import Namespace
@@ -1213,6 +1214,77 @@ def test_weights_that_follow_others_do_so_once_a_call(way: str) -> None:
         torch.testing.assert_close(result, expected)
         result.sum(1).mean().backward()
         torch.testing.assert_close(model.following.weight, module.following.weight)
+
+
+class Held:
+    def __init__(self, teacher: nn.Module) -> None:
+        self.teacher = teacher
+
+
+HIDES: dict[str, tuple[Callable[[Any, nn.Module], object], Callable[[Any], Any]]] = {
+    "list": (lambda own, teacher: setattr(own, "held", [teacher]), lambda own: own.held[0]),
+    "dict in a tuple": (lambda own, teacher: setattr(own, "held", ({"t": teacher},)), lambda own: own.held[0]["t"]),
+    "object": (lambda own, teacher: setattr(own, "held", Held(teacher)), lambda own: own.held.teacher),
+    "attribute": (lambda own, teacher: object.__setattr__(own, "held", teacher), lambda own: own.held),
+}
+
+
+class Taught(nn.Module):
+    """A teacher that `parameters()` does not find, whose weights and buffers the forward changes."""
+
+    def __init__(self, hide: Callable[[Any, nn.Module], object], get: Callable[[Any], Any], *, is_used: bool) -> None:
+        super().__init__()
+        self.layer, self.get, self.is_used = nn.Linear(4, 4), get, is_used
+        hide(self, nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4).eval()).requires_grad_(False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        teacher = self.get(self)
+        with torch.no_grad():
+            teacher[0].weight.mul_(0.9).add_(self.layer.weight, alpha=0.1)
+            teacher[1].running_mean.add_(0.1)
+        return self.layer(x) - teacher(x) if self.is_used else self.layer(x)
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+@pytest.mark.parametrize("way", HIDES)
+def test_a_teacher_that_is_hidden_follows_once_a_call(way: str, is_used: bool) -> None:
+    module = Taught(*HIDES[way], is_used=is_used)
+    model = enn.convert(module).per_sample()
+    for _ in range(5):
+        x = torch.randn(6, 4)
+        torch.testing.assert_close(model(x), module(x))
+        torch.testing.assert_close(model.get(model).state_dict(), module.get(module).state_dict())
+
+
+class Greedy(nn.Module):
+    """An auxiliary loss that has its backward within the forward."""
+
+    def __init__(self, leaf: Tensor | None) -> None:
+        super().__init__()
+        self.layer, self.aux, self.leaf = nn.Linear(4, 4), nn.Linear(4, 1), leaf
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        own = self.aux(h.detach()) if self.leaf is None else h.detach() * self.leaf
+        own.square().mean().backward()
+        return h
+
+
+@pytest.mark.parametrize("has_leaf", [False, True])
+def test_a_backward_within_the_forward(has_leaf: bool) -> None:
+    leaf, x = torch.randn(4, requires_grad=True) if has_leaf else None, torch.randn(5, 4)
+    plain = Greedy(leaf)
+    with pytest.raises(
+        enn.PerSampleError, match=r"its forward runs a backward, which has added to a \.grad; now and then"
+    ):
+        enn.convert(plain).per_sample()(x)
+    model = enn.convert(Greedy(None)).per_sample(compare=False)
+    expected = copy.deepcopy(enn.revert(model))
+    for _ in range(3):
+        for module in (expected, model):
+            module.zero_grad()
+            module(x).square().mean().backward()
+        torch.testing.assert_close(model.aux.weight.grad_sample.mean(0), expected.aux.weight.grad)
 
 
 class Bags(nn.Module):
