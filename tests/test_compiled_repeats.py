@@ -128,7 +128,7 @@ CHANGES: dict[str, Callable[[Step], Any]] = {
 
 def repeats(compiled: Any, *args: Any, **kwargs: Any) -> bool:
     """Whether a call would be known as one like the last."""
-    call, last = Call(args, kwargs), compiled._graphs.last
+    call, last = Call(args, kwargs, compiled._graphs.step_values), compiled._graphs.last
     return call.key == last.arguments and call.shapes in last.family.by_shapes and bool(last.seen.holds())
 
 

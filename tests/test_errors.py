@@ -1736,6 +1736,30 @@ def a_distribution_that_is_returned() -> None:
     on(Gaussian())(torch.randn(SAMPLES, 4))
 
 
+class Field(Gaussian):
+    def __init__(self, later: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.later = later
+
+    def forward(self, x: Tensor) -> Any:
+        return self.later(x * self.scale)
+
+
+@refused(r"^0 \(Field\): its forward returns tensors inside of a function; .*Return the tensors")
+def a_function_that_is_returned() -> None:
+    on(Field(lambda h: lambda t: h * t))(torch.randn(SAMPLES, 4))
+
+
+@refused(r"^0 \(Field\): its forward returns tensors inside of a partial; .*Return the tensors")
+def a_partial_function_that_is_returned() -> None:
+    on(Field(lambda h: partial(torch.mul, h)))(torch.randn(SAMPLES, 4))
+
+
+@refused(r"^0 \(Field\): its forward returns tensors inside of a generator; .*Return the tensors")
+def a_generator_that_is_returned() -> None:
+    on(Field(lambda h: (h * t for t in range(3))))(torch.randn(SAMPLES, 4))
+
+
 @refused(r"^create_graph=True reached a parametrization that gives another weight .*Remove what is random in it")
 def second_derivatives_of_a_restless_weight() -> None:
     layer = nn.Linear(4, 4)

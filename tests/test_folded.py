@@ -1005,7 +1005,7 @@ def test_copies_of_indices_do_not_tell_whose_they_are(of_letters: Callable[[Tens
 )
 def test_the_warning_says_whether_the_whole_batch_can_run(of_letters: str, words: str) -> None:
     module = built(Characters({**OF_LETTERS, "turned": lambda x: x.flip(1).flatten(0, 1)}[of_letters]), around=False)
-    with pytest.warns(enn.PerSampleWarning, match=f"runs sample by sample from now on, in a loop, .*{words}"):
+    with pytest.warns(enn.PerSampleWarning, match=f"runs sample by sample from now on, in a loop.*{words}"):
         assert_right(module, *of_words())
 
 

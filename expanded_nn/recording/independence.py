@@ -36,8 +36,8 @@ MEET = -1  # in place of a dimension
 class Comparison:
     """The samples of a forward that is about to run, in two parts: each alone is to give what it gives in the batch.
 
-    The parts are halves, or one sample and the others, in turns: the longest samples of a batch are in both halves more
-    often than not, and a single one may be too few for what takes samples two by two. All runs are on copies of the
+    The parts are halves, or one sample and the others, in turns: each half may have one of the longest samples, which
+    decide for all others, and of a single sample some forwards make something else. All runs are on copies of the
     arguments, and what they leave behind is taken back.
 
     Args:
@@ -56,10 +56,8 @@ class Comparison:
     ) -> None:
         self.module, self.forward, self.batch, self.recorder = module, forward, batch, module._recorder
         chance = Random(number)  # not a generator that somebody else draws from
-        of_part = batch // 2
-        if number.bit_length() % 2:
-            of_part = min(1, of_part)
-        self.part = sorted(chance.sample(range(batch), of_part))
+        is_single = number.bit_length() % 2 == 1  # of the calls that are compared in any case, 1, 7, 31, …
+        self.part = sorted(chance.sample(range(batch), min(1, batch // 2) if is_single else batch // 2))
         self.arguments, self.leaves = arguments, leaves_of(arguments, is_packed)
         self.dims = list(map(self._samples_dim, self.leaves))
         self.strange: list[int] = []  # numbers among the results that are neither a mean nor a sum over the samples

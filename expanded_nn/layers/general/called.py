@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
+from types import FunctionType, GeneratorType
 from typing import Any
 
 from torch import Tensor
@@ -14,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn.common.batch import FOLDED, unfolded
+from expanded_nn.common.bytecode import variables_around
 from expanded_nn.common.containers import Opened, holds_tensors, leaves_of, rebuilt
 from expanded_nn.common.modes import checkpoint_hooks, versions_of
 from expanded_nn.modules.layout import refusal
@@ -92,6 +95,15 @@ def opened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ..
 
 def _opened(value: Any) -> Any:
     return Opened(value, stays=True) if any(map(holds_tensors, tree_leaves(value))) else value
+
+
+def held_by(value: Any) -> Any:
+    """What a function or a generator that a forward returns holds; of anything else, that itself."""
+    if isinstance(value, GeneratorType):
+        return [] if value.gi_frame is None else [*value.gi_frame.f_locals.values()]
+    if isinstance(value, partial):
+        return [value.args, value.keywords, held_by(value.func)]
+    return variables_around(value) if isinstance(value, FunctionType) else value
 
 
 def keeping(module: Any, what: str) -> PerSampleError:

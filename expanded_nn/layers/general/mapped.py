@@ -21,7 +21,7 @@ from expanded_nn.common.modes import of_all, set_version, version_of
 from expanded_nn.common.shared import laid_out
 from expanded_nn.common.steady import Attributes, RandomStates, Traces, Undo
 from expanded_nn.common.traced import FirstEager, OnlyEager, is_traced
-from expanded_nn.layers.general.called import Called, is_cache, keeping
+from expanded_nn.layers.general.called import Called, held_by, is_cache, keeping
 from expanded_nn.layers.general.left import (
     NOT_ITS_OWN,
     Before,
@@ -446,7 +446,7 @@ class Mapper:
     def _refuse_objects(self, result: Any) -> None:
         """Raises where tensors of one sample are inside of objects, where nothing can put all samples together."""
         unknown = [leaf for leaf in flatten(result)[0] if not isinstance(leaf, Tensor) and not is_cache(leaf)]
-        holders = [type(leaf).__name__ for leaf in unknown if any(map(is_of_one_sample, contents(leaf)))]
+        holders = [type(leaf).__name__ for leaf in unknown if any(map(is_of_one_sample, contents(held_by(leaf))))]
         if holders:
             raise refusal(
                 self.module,
