@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from inspect import unwrap
 from itertools import islice, product
 from types import ModuleType
-from typing import Any, TypeGuard
+from typing import Any
 
 from torch import Tensor, device, dtype, nn, stack, strided
 from torch.nn.functional import pad
@@ -145,20 +145,14 @@ def in_order(module: Any, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def rows_are_nodes(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call is one of graphs, whose `edge_index (2, edges)` joins the rows of `(nodes, features)`."""
-    values = [*args, *kwargs.values()]
-    graphs = [argument for argument in values if hasattr(argument, "edge_index")]
-    if not graphs and not any(map(_are_indices, values)):  # most often, and names take longer
-        return False
     code = getattr(unwrap(module.plain_class.forward), "__code__", None)
     names = code.co_varnames[1 : code.co_argcount] if code is not None else ()
     named = {**dict(zip(names, args, strict=False)), **kwargs}
+    graphs = [argument for argument in named.values() if hasattr(argument, "edge_index")]
     edges = graphs[0].edge_index if graphs else named.get("edge_index")
     x = next(tensors([*named.values()]), None)
-    return _are_indices(edges) and len(edges) == 2 and (x is None or (isinstance(x, Tensor) and x.dim() < 3))
-
-
-def _are_indices(x: Any) -> TypeGuard[Tensor]:
-    return isinstance(x, Tensor) and x.dim() == 2 and not may_have_derivatives(x)
+    is_edges = isinstance(edges, Tensor) and edges.dim() == 2 and len(edges) == 2 and not may_have_derivatives(edges)
+    return is_edges and (x is None or (isinstance(x, Tensor) and x.dim() < 3))
 
 
 def batch_dim(dims: int, *, batch_first: bool) -> int:

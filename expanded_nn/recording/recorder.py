@@ -101,25 +101,25 @@ class Recorder:
         """The roots that are still there."""
         return [root for ref in self.roots if (root := ref()) is not None]
 
-    def modules(self) -> list[nn.Module]:
+    def modules(self) -> Iterator[nn.Module]:
         """All modules of the model, except those that have another recorder now, or that were switched off."""
-        return [module for module in modules_in(*self.living_roots()) if vars(module).get("_recorder", self) is self]
+        return (module for module in modules_in(*self.living_roots()) if vars(module).get("_recorder", self) is self)
 
-    def _parameters(self) -> list[tuple[nn.Module, str, Tensor]]:
+    def _parameters(self) -> Iterator[tuple[nn.Module, str, Tensor]]:
         """The parameters of the model, each with the module that holds it and its name there."""
-        named = ((module, module._parameters.items()) for module in self.modules() if module._parameters)
-        return [(module, name, own) for module, items in named for name, own in items if own is not None]
+        for module in self.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    yield module, name, parameter
 
     def watch_all(self) -> None:
         """Watches every parameter that requires gradients, as it may be used outside of its module."""
         self._forget_lost()
-        by_id = self.leaves.by_id
+        is_watched = self.leaves.is_watched
         for module, name, parameter in self._parameters():
-            if parameter.requires_grad:
-                leaf = by_id.get(id(parameter))  # for each parameter in each pass: `leaves.get` would take longer
-                is_watched = leaf is not None and leaf.handle is not None and leaf.parameter() is parameter
-                if not is_watched and is_parameter(parameter):  # a guest of functional_call is none
-                    self._watched_leaf(parameter, module, name)
+            # a guest of functional_call is no nn.Parameter
+            if parameter.requires_grad and not is_watched(parameter) and is_parameter(parameter):
+                self._watched_leaf(parameter, module, name)
 
     def _watched_leaf(self, parameter: Tensor, module: nn.Module | None = None, name: str = "") -> Leaf:
         """The leaf of a parameter that requires gradients; it is watched from now on."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import wraps
 from inspect import signature
@@ -63,7 +63,7 @@ class RecorderLike(Protocol):
     @property
     def order(self) -> Any: ...  # an `Order`, likewise
 
-    def modules(self) -> list[nn.Module]: ...
+    def modules(self) -> Iterator[nn.Module]: ...
 
     def name_of(self, member: nn.Module | Tensor) -> str: ...
 
