@@ -107,8 +107,7 @@ def _clip(model: nn.Module, max_norm: MaxNorm | Mapping[str, MaxNorm], reduction
     groups = dict.fromkeys(held, "") if together else _grouped(model, parameters, held, limits)
     shards = [parameters[name] for name in held if is_shard(parameters[name])]
     # sums of shards add up over the ranks: each rank makes the same sums in the same order, whatever its samples
-    parts = side_by_side(held, join=together and not shards)
-    parts = [Part(shapes, snapshot(rows)) if len(shapes) == 1 else Part(shapes, rows) for shapes, rows in parts]
+    parts = [Part(shapes, snapshot(rows)) for shapes, rows in side_by_side(held, join=together and not shards)]
     held.clear()
     norms = _norms(parts, groups, limits)
     _refuse_nonfinite(norms)
