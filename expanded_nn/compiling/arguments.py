@@ -38,7 +38,7 @@ class Arguments:
 
     def changed(self, kinds: Sequence[Any]) -> str:
         """The first argument that differs between the last two kinds of calls, as a part of a warning."""
-        former, last = map(_key_of_call, (kinds[-2:] * 2)[:2])  # the only one twice
+        former, last = _key_of_call(kinds[-min(2, len(kinds))]), _key_of_call(kinds[-1])
         places = zip([*self.names, *range(len(self.names), len(last[0]))], last[0], former[0], strict=False)
         of_names = ((name, own, other) for (name, own), (_, other) in zip(last[1] or (), former[1] or (), strict=False))
         differing = [place for place, own, other in (*places, *of_names) if own != other]
