@@ -415,20 +415,20 @@ class BeforeForward:
     """What a forward may leave traces in, as it is before: it is found once, however often the forward runs then.
 
     These are the attributes and buffers of a module, of those within, and of those that these hold in lists, dicts and
-    objects, where `parameters()` does not find them; the attributes of the user's own objects
-    among these, as a tracker of losses; what its functions keep outside of modules; and hooks on parameters.
+    objects, where `parameters()` does not find them; the attributes of the user's own objects among these, as a tracker
+    of losses; what its functions keep outside of modules; and hooks on parameters.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module, members = module, [*module.modules()]
         members += hidden_modules(members)
-        self.outside = Outside(members)
-        objects = filter(is_users_object, holders_in(attributes_of(members)))  # of the user's own classes, each once
+        self.outside, held = Outside(members), attributes_of(members)
+        objects = filter(is_users_object, holders_in(held))  # of the user's own classes, each once
         self.attributes = [(owner, dict(vars(owner))) for owner in (*members, *objects)]
         own = [x for member in members for x in member._parameters.values() if x is not None]
         parameters = {id(parameter): parameter for parameter in own}
         self.hooks = [(parameter, {*_hooks_of(parameter)}) for parameter in parameters.values()]
-        others = [x for x in tree_leaves(attributes_of(members)) if isinstance(x, Tensor)]
+        others = [x for x in tree_leaves(held) if isinstance(x, Tensor)]
         self.leaves = [x for x in (*parameters.values(), *others) if x.requires_grad and x.is_leaf]
 
     def gradients(self) -> list[tuple[int, int]]:
