@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,7 +41,7 @@ B, T, D = 3, 5, 4
 class Does(nn.Module):
     """Layers and lists, and a forward that the test writes."""
 
-    def __init__(self, forward: Callable[..., Any], **layers: nn.Module | list[Any]) -> None:
+    def __init__(self, forward: Callable[..., Any], **layers: Any) -> None:
         super().__init__()
         self.does = forward
         for name, layer in layers.items():
@@ -488,6 +489,28 @@ class TestTraces:
         assert torch.equal(buffer, torch.ones(D))
         assert cache.kept[0] is x
         assert len(model.part.linear.weight.grad_sample) == B
+
+    @quiet
+    @pytest.mark.parametrize("place", ["attribute", "list", "object", "argument"])
+    @pytest.mark.parametrize("trains", [False, True])
+    def test_of_a_network_that_follows_another(self, place: str, trains: bool) -> None:
+        """It moves once, wherever it is held."""
+        part, teacher = folded(linear=nn.Linear(D, D)), nn.Linear(D, D).requires_grad_(trains)
+        held = {"list": [teacher], "object": SimpleNamespace(net=teacher), "argument": None}.get(place, teacher)
+
+        def follows(m: Any, x: Tensor, *_: Any) -> Tensor:
+            with torch.no_grad():
+                teacher.weight.lerp_(m.part.linear.weight, 0.1)
+                teacher.bias.data = 0.9 * teacher.bias
+            return m.part(x)
+
+        module = Does(follows, part=part, teacher=held)
+        wanted = [torch.lerp(teacher.weight, part.linear.weight, 0.1), 0.9 * teacher.bias]
+        model = enn.convert(module, inplace=True).per_sample()
+        model(torch.randn(B, T, D), *([teacher] if place == "argument" else [])).sum().backward()
+        assert learned(model)
+        for parameter, value in zip(teacher.parameters(), wanted, strict=True):
+            assert torch.equal(parameter, value)
 
     @quiet
     def test_of_random_numbers(self) -> None:

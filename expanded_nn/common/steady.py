@@ -104,13 +104,17 @@ def attributes_of(modules: Iterable[nn.Module]) -> list[Any]:
     return [value for name, value in pairs if name not in HOOK_TABLES or value]
 
 
-def hidden_modules(members: Sequence[nn.Module]) -> list[nn.Module]:
-    """The modules that some modules hold in lists, dicts and objects, as `self.teacher = [net]`, and those within."""
-    known, waiting = dict.fromkeys(members), members
-    while waiting:
-        held = modules_in_holders(attributes_of(waiting))
-        waiting = [inner for module in held for inner in module.modules() if inner not in known]
+def hidden_modules(members: Sequence[nn.Module], arguments: Any = ()) -> list[nn.Module]:
+    """The modules in arguments, and in lists, dicts and objects of some modules, as `self.teacher = [net]`.
+
+    Those within these are among them.
+    """
+    known, values = dict.fromkeys(members), [arguments, *attributes_of(members)]
+    while waiting := [
+        inner for module in modules_in_holders(values) for inner in module.modules() if inner not in known
+    ]:
         known |= dict.fromkeys(waiting)
+        values = attributes_of(waiting)
     return [*known][len(members) :]
 
 
@@ -146,21 +150,28 @@ def _same(before: Any, after: Any) -> bool:
 
 
 class StateBefore:
-    """What a forward may change, as it is before: random states, attributes and buffers, its arguments."""
+    """What a forward may change, as it is before: random states, attributes and buffers, parameters, its arguments.
+
+    Attributes:
+        updates: The context that sees what the forward changes in parameters, as in those of a teacher that follows.
+    """
 
     def __init__(self, module: nn.Module, arguments: Any) -> None:
-        self.random = RandomStates([*module.modules(), arguments])
+        members = [*module.modules()]
+        members += hidden_modules(members, arguments)
+        self.random = RandomStates([*members, arguments])
+        self.updates = Updates([x for member in members for x in member._parameters.values() if x is not None])
         self.containers: list[tuple[Any, Any]] = []  # lists, sets and mappings, with copies of them
         # with their versions, and copies of those that require no gradients
         self.tensors: list[tuple[Tensor, int, Tensor | None]] = []
         self.seen: set[int] = set()  # the ids of all that was looked at
-        for member in module.modules():
+        for member in members:
             own = {key: value for key, value in vars(member).items() if key not in OURS}
             self.containers.append((vars(member), own))
             for value in own.values():
                 self._keep(value)
         # within objects that these hold, no tensors, which may be a data set
-        self.containers += [pair for pair in kept_in(attributes_of(module.modules())) if id(pair[0]) not in self.seen]
+        self.containers += [pair for pair in kept_in(attributes_of(members)) if id(pair[0]) not in self.seen]
         self._keep(arguments, deep=True)
 
     def _keep(self, value: Any, *, deep: bool = False) -> None:
@@ -185,6 +196,7 @@ class StateBefore:
     def restore(self) -> bool:
         """Puts all of it back; whether that was possible."""
         self.random.restore()
+        self.updates.take_back()
         for container, before in self.containers:
             put_back(container, before, kept=OURS)
         changed = [
@@ -242,7 +254,7 @@ class Attributes:
                 table.update(hooks)
 
 
-class _Updates(FunctionMode):
+class Updates(FunctionMode):
     """Changes of tensors in place, as of weights that follow another network's; to be taken back."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -300,7 +312,7 @@ class _Copies(AbstractContextManager[None]):
                     data.copy_(before)
 
 
-class _Writes(_Updates):
+class _Writes(Updates):
     """Likewise; and whether something has read one of the tensors, other than to change it."""
 
     has_read = False
@@ -334,7 +346,7 @@ class Undo:
         self.containers = kept_in(held)
         tensors = [x for x in tree_leaves(held) if isinstance(x, Tensor) and not x.requires_grad]
         are_small = not is_traced() and all(map(_is_plain, tensors)) and sum(map(Tensor.numel, tensors)) <= MOST_COPIED
-        self.updates: _Updates | _Copies = _Copies(tensors) if are_small else _Updates(tensors)
+        self.updates: Updates | _Copies = _Copies(tensors) if are_small else Updates(tensors)
         self.versions = [(x, version_of(x)) for x in tensors]
 
     def has_changed(self) -> bool:
@@ -441,7 +453,7 @@ class BeforeForward:
 
         Without `hooks`, the forward hooks of the modules within the module are not called.
         """
-        updated = _Updates([parameter for parameter, _ in self.hooks] if updates else ())
+        updated = Updates([parameter for parameter, _ in self.hooks] if updates else ())
         try:
             for owner, attributes in self.attributes:
                 own = ((key, value) for key, value in attributes.items() if key not in OURS)

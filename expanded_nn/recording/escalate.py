@@ -6,6 +6,7 @@ Every forward of a model begins here, with a comparison of its samples (`indepen
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from traceback import clear_frames
 from typing import Any, NamedTuple
@@ -94,12 +95,13 @@ class Escalation:
         if state is not None and checkpoint_hooks() is not None:
             # A checkpoint counts the tensors that a forward saves, those of failed attempts, too. So the attempts are
             # made without it, and the forward that succeeds is run once more.
-            with uncounted():
+            with uncounted(), state.updates:
                 self._result_of(attempts, args, kwargs, state)
             state.restore()
             self.proven[kind] = not is_single  # now, as the checkpoint may end the forward that follows early
         try:
-            result = self._result_of(attempts, args, kwargs, state)
+            with nullcontext() if state is None else state.updates:
+                result = self._result_of(attempts, args, kwargs, state)
         except PerSampleError:
             self.proven.pop(kind, None)  # so that the next call can start over
             raise

@@ -25,6 +25,7 @@ from expanded_nn.common.batch import NUMBERS, data_in, may_have_derivatives
 from expanded_nn.common.bytecode import constant_index
 from expanded_nn.common.functions import SIZES, attributes, functions
 from expanded_nn.common.modes import FunctionMode, WithoutSelection, function_modes, has_no_values, is_selective, unseen
+from expanded_nn.common.steady import Updates
 from expanded_nn.common.traced import is_traced
 from expanded_nn.core.cost import is_symbol
 from expanded_nn.recording import callers, constants, places
@@ -210,7 +211,8 @@ class Order(FunctionMode):
 
         Where it is the forward of a `layer`, its results are in order if its arguments stand where it expects them.
         """
-        ours = takewhile(lambda mode: mode is self or isinstance(mode, BetweenLayers), reversed(function_modes()))
+        seen_through = BetweenLayers, Updates
+        ours = takewhile(lambda mode: mode is self or isinstance(mode, seen_through), reversed(function_modes()))
         modes = [_pop_mode() for _ in ours]  # the innermost first
         try:
             result = function(*args, **kwargs)
