@@ -778,7 +778,8 @@ def loop_over_samples(d: Draft) -> None:
     if not d.time_first and d.layer(
         f"nn.Linear({d.shape[-1]}, {d.number(1, 3)})", "torch.cat([{}(x[i : i + 1]) for i in range(len(x))])"
     ):
-        d.reasons |= {"is a slice", "has one row, but was computed", "vmap"}
+        # sample by sample a reentrant checkpoint in the model is the error
+        d.reasons |= {"is a slice", "has one row, but was computed", "vmap", "it holds a reentrant checkpoint"}
 
 
 def outside(d: Draft) -> None:
