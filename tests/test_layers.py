@@ -952,3 +952,16 @@ def test_a_permuted_gradient_of_batch_norm(samples: int) -> None:
         loss(model, part).backward()
         parts.append([model.weight.grad_sample.sum(0), model.bias.grad_sample.sum(0), x.grad])
     assert_all_close([sum(each) for each in zip(*parts, strict=True)], whole)
+
+
+def test_a_gradient_of_batch_norm_with_positions_first() -> None:
+    """In eval mode, before what takes `(T, B, C)`: to torch's kernel the whole batch is one sample."""
+    module, by = nn.BatchNorm2d(3).eval(), torch.randn(4, 4, 3)
+    module.running_mean.normal_()
+    model, x = enn.convert(module).per_sample(loss_reduction="sum"), torch.randn(4, 3, 2, 2, requires_grad=True)
+    (model(x).flatten(2).permute(2, 0, 1).contiguous() * by).sum().backward()
+    g = by.permute(1, 2, 0).unflatten(2, (2, 2))
+    scale = torch.rsqrt(module.running_var + module.eps).view(3, 1, 1)
+    xhat = (x.detach() - module.running_mean.view(3, 1, 1)) * scale
+    found = [model.weight.grad_sample, model.bias.grad_sample, x.grad]
+    assert_all_close(found, [(g * xhat).sum((2, 3)), g.sum((2, 3)), g * scale * module.weight.detach().view(3, 1, 1)])

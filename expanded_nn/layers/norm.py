@@ -390,14 +390,13 @@ def batch_norm(
     mean, var = running_mean.repeat(x.shape[0]), running_var.repeat(x.shape[0])
 
     def norm(channels: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        y = F.batch_norm(channels, mean, var, weight, bias, False, momentum, eps)
-        return with_contiguous_gradient(y) if x.shape[0] == 1 else y
+        return with_contiguous_gradient(F.batch_norm(channels, mean, var, weight, bias, False, momentum, eps))
 
     return _as_one_sample(norm, x, weight, bias)
 
 
 def with_contiguous_gradient(y: Tensor) -> Tensor:
-    """A single sample normalized in eval mode: torch's own derivative is wrong where a gradient arrives permuted."""
+    """A single sample, to torch, in eval mode: torch's own derivative is wrong where a gradient arrives permuted."""
     if y.requires_grad:
         y.register_hook(Tensor.contiguous)
     return y
