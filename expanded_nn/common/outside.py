@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from functools import cached_property, lru_cache, partial, partialmethod
 from operator import is_
 from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -51,8 +51,7 @@ class Outside:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        # what has a value (a dict, a class, a cell) and its name there, by the id of that and the name; and the value
-        self.places: dict[tuple[int, str], tuple[Any, str, Any]] = {}
+        self.variables: dict[tuple[int, str], Variable] = {}  # by the id of the owner and the name there
         self.containers: list[tuple[Any, Any]] = []  # lists, sets and dicts, each with a copy
         self._seen: set[int] = set()
         self._left: deque[tuple[Any, Iterable[str]]] = deque()  # each with the words of the function that refers to it
@@ -73,9 +72,8 @@ class Outside:
 
     def put_back(self) -> None:
         """Gives all that has changed the value and the contents that it had."""
-        for owner, name, value in self.places.values():
-            if value_in(owner, name) is not value:
-                put(owner, name, value)
+        for variable in self.variables.values():
+            variable.put_back()
         for container, before in self.containers:
             put_back(container, before)
 
@@ -132,10 +130,10 @@ class Outside:
 
     def _look_into(self, owner: Any, names: Iterable[str], words: Iterable[str]) -> None:
         for name in names:
-            value = value_in(owner, name)
-            if value is not NOTHING and (id(owner), name) not in self.places:
-                self.places[id(owner), name] = owner, name, value
-                self._left.append((value, words))
+            variable = Variable.of(owner, name)
+            if variable.value is not NOTHING and (id(owner), name) not in self.variables:
+                self.variables[id(owner), name] = variable
+                self._left.append((variable.value, words))
 
 
 def is_users_object(value: Any) -> bool:
@@ -266,22 +264,45 @@ def _function_behind(value: Any) -> Any:
     return next((getattr(value, name) for kind, name in _BEHIND.items() if isinstance(value, kind)), None)
 
 
-def value_in(owner: Any, name: str) -> Any:
+class Variable(NamedTuple):
+    """What has a value under a name: a global variable, one of an enclosing function, an attribute of a class."""
+
+    owner: Any  # the global namespace, the cell of the function's variable, or the class
+    place: str  # the name there
+    value: Any  # `NOTHING` if it has none
+
+    @classmethod
+    def of(cls, owner: Any, place: str) -> Variable:
+        """The variable, with the value that it has now."""
+        return cls(owner, place, value_in(owner, place))
+
+    @property
+    def name(self) -> str:
+        """What it is called in messages."""
+        return self.place if isinstance(self.owner, dict) else "a variable"
+
+    def now(self) -> Any:
+        """The value that it has now."""
+        return value_in(self.owner, self.place)
+
+    def put_back(self) -> None:
+        """Gives it the value that it had, where it has another one."""
+        owner, place, value = self
+        if self.now() is value:
+            return
+        if value is NOTHING:
+            owner.pop(place) if isinstance(owner, dict) else delattr(owner, place)
+        elif isinstance(owner, dict):
+            owner[place] = value
+        else:
+            setattr(owner, place, value)
+
+
+def value_in(owner: Any, place: str) -> Any:
     """What a dict, a class or the variable of a function has under a name; `NOTHING` if there is none."""
     if isinstance(owner, dict):
-        return owner.get(name, NOTHING)
+        return owner.get(place, NOTHING)
     try:
-        return owner.cell_contents if isinstance(owner, CellType) else vars(owner).get(name, NOTHING)
+        return owner.cell_contents if isinstance(owner, CellType) else vars(owner).get(place, NOTHING)
     except ValueError:  # the variable has no value yet
         return NOTHING
-
-
-def put(owner: Any, name: str, value: Any) -> None:
-    """Sets what `value_in` gives; with `NOTHING` the name is gone."""
-    if value is NOTHING:
-        if value_in(owner, name) is not NOTHING:
-            owner.pop(name) if isinstance(owner, dict) else delattr(owner, name)
-    elif isinstance(owner, dict):
-        owner[name] = value
-    else:
-        setattr(owner, name, value)

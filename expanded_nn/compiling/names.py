@@ -29,7 +29,7 @@ from expanded_nn.common.bytecode import (
     variables_around,
 )
 from expanded_nn.common.containers import has_dict
-from expanded_nn.common.outside import CACHED, NOTHING, is_of_users, put, value_in
+from expanded_nn.common.outside import CACHED, NOTHING, Variable, is_of_users, value_in
 from expanded_nn.common.steady import OWN_STATE
 from expanded_nn.compiling.called import Code, Ran
 from expanded_nn.compiling.seen import Seen, plain_items
@@ -88,32 +88,6 @@ class Place(NamedTuple):
 
     namespaces: list[Mapping[str, Any]]
     read_for: Names = Names()  # the names that were looked for there already
-
-
-class Variable(NamedTuple):
-    """A variable of an enclosing function, or a global one."""
-
-    owner: Any  # the cell of an enclosing function's, or a global namespace
-    place: str  # its name there
-    value: Any  # `NOTHING` if it has none
-
-    @classmethod
-    def of(cls, owner: Any, place: str) -> Variable:
-        """The variable, with the value that it has now."""
-        return cls(owner, place, value_in(owner, place))
-
-    @property
-    def name(self) -> str:
-        """What it is called in messages."""
-        return self.place if isinstance(self.owner, dict) else "a variable"
-
-    def now(self) -> Any:
-        """The value that it has now."""
-        return value_in(self.owner, self.place)
-
-    def put_back(self) -> None:
-        """Gives it the value that it had."""
-        put(self.owner, self.place, self.value)
 
 
 class Referred:

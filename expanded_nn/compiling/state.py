@@ -157,8 +157,7 @@ class State:
             if new or changed:
                 container.put(new, changed)
         for variable in self.variables:
-            if variable.now() is not variable.value:
-                variable.put_back()
+            variable.put_back()
 
 
 def key_of(container: Any) -> int:
