@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from expanded_nn._errors import NOT_THE_USERS
+from expanded_nn._errors import NOT_THE_USERS, is_ours
 from expanded_nn.common.arrays import bytes_of, copied, has_numbers, is_counter, put_numbers
 from expanded_nn.common.batch import NUMBERS
 from expanded_nn.common.bytecode import codes_in, global_names
@@ -40,6 +40,7 @@ _FUNCTIONS: Any = FunctionType, MethodType, *_BEHIND
 _OF_PYTHON = {*sys.stdlib_module_names, "numpy"}
 _HEAP_TYPE = 1 << 9  # Python's Py_TPFLAGS_HEAPTYPE, which all classes written in Python have
 NOTHING = object()  # in place of a value that is not there
+HOOKS_OF_TENSOR = "_backward_hooks", "_post_accumulate_grad_hooks"
 
 
 class Outside:
@@ -213,6 +214,20 @@ def is_a_users_hook(hook: Any) -> bool:
     if isinstance(function, FunctionType):
         return not function.__code__.co_filename.startswith(NOT_THE_USERS)
     return is_users_object(hook)
+
+
+def hooks_on(tensor: Tensor) -> set[int]:
+    """The ids of the hooks on a tensor."""
+    return {key for name in HOOKS_OF_TENSOR for key in getattr(tensor, name) or ()}
+
+
+def remove_new_hooks(tensor: Tensor, before: set[int], *, but_ours: bool = False) -> None:
+    """Removes the hooks on a tensor, except those with the ids from before and, if `but_ours`, the library's own."""
+    for name in HOOKS_OF_TENSOR:
+        hooks = getattr(tensor, name) or {}
+        for key in hooks.keys() - before:
+            if not (but_ours and is_ours(type(hooks[key]))):
+                del hooks[key]
 
 
 def put_back(container: Any, before: Any, kept: Iterable[Any] = ()) -> None:

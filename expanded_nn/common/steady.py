@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from expanded_nn._errors import is_ours
 from expanded_nn.common.arrays import bytes_of, has_numbers, is_counter
 from expanded_nn.common.batch import contents, marked_like
 from expanded_nn.common.containers import has_dict
@@ -33,10 +32,12 @@ from expanded_nn.common.outside import (
     NOTHING,
     Outside,
     holders_in,
+    hooks_on,
     is_users_object,
     kept_in,
     modules_in_holders,
     put_back,
+    remove_new_hooks,
 )
 from expanded_nn.common.shared import is_parameter
 from expanded_nn.common.traced import is_traced
@@ -439,7 +440,7 @@ class BeforeForward:
         self.attributes = [(owner, dict(vars(owner))) for owner in (*members, *objects)]
         own = [x for member in members for x in member._parameters.values() if x is not None]
         parameters = {id(parameter): parameter for parameter in own}
-        self.hooks = [(parameter, {*_hooks_of(parameter)}) for parameter in parameters.values()]
+        self.hooks = [(parameter, hooks_on(parameter)) for parameter in parameters.values()]
         others = [x for x in tree_leaves(held) if isinstance(x, Tensor)]
         self.leaves = [x for x in (*parameters.values(), *others) if x.requires_grad and x.is_leaf]
 
@@ -471,22 +472,13 @@ class BeforeForward:
                     del vars(owner)[name]
                 vars(owner).update(attributes, **learned)  # never empty, as another thread may run it for inference
             for parameter, before in self.hooks:
-                for table, key in {*_hooks_of(parameter)} - before:
-                    del getattr(parameter, table)[key]
+                remove_new_hooks(parameter, before, but_ours=True)  # the watch stays
 
 
 def _of_weights(hooks: dict[int, Any]) -> OrderedDict[int, Any]:
     """Those hooks of torch's that compute a weight before each forward, as `weight_norm` and pruning do."""
     own = ((key, hook) for key, hook in hooks.items() if type(hook).__module__.startswith("torch.nn.utils."))
     return OrderedDict(own)
-
-
-def _hooks_of(parameter: Tensor) -> Iterator[tuple[str, int]]:
-    """The user's hooks on a parameter, each with the name of the table that it is in."""
-    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        for key, hook in (getattr(parameter, name) or {}).items():
-            if not is_ours(type(hook)):  # the watch stays
-                yield name, key
 
 
 def copies(arguments: Any) -> Any:

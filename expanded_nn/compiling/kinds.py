@@ -16,6 +16,7 @@ from expanded_nn._errors import is_ours
 from expanded_nn.common.batch import contents, is_shared_by_all
 from expanded_nn.common.containers import has_dict
 from expanded_nn.common.modes import function_modes, is_autocast, saved_tensors_are_packed
+from expanded_nn.common.outside import HOOKS_OF_TENSOR
 from expanded_nn.common.traced import HasGraphs, OnlyEager
 from expanded_nn.compiling.looks import (
     Look,
@@ -31,7 +32,6 @@ from expanded_nn.compiling.looks import (
 from expanded_nn.compiling.names import HOOKS, PLAIN, Names, Referred, is_the_users, set_by_users
 from expanded_nn.compiling.packing import WITH_COUNT, attributes_beside_items, has_items, items_of
 from expanded_nn.compiling.seen import Seen, in_a_tuple
-from expanded_nn.compiling.watched import HOOKS_OF_TENSOR
 from expanded_nn.factored import FactoredTensor
 from expanded_nn.projection import Projection
 from expanded_nn.recording.recorder import Recorder
@@ -43,7 +43,7 @@ _DICTS = *_MEMBERS, *HOOKS
 _TRAITS = attrgetter("dtype", "device", "ndim")
 _HOOKS_OF_PARAMETER = attrgetter(*HOOKS_OF_TENSOR)
 _FORWARD = in_a_tuple(attrgetter, "forward")
-_GRAD_AND_HOOKS = attrgetter("grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+_GRAD_AND_HOOKS = attrgetter("grad", *HOOKS_OF_TENSOR)
 _OF_RECORDER = attrgetter("settings", "store.suspended")
 GLOBAL_HOOKS: list[MutableMapping[int, Any]] = [
     getattr(torch.nn.modules.module, f"_global_{name}_hooks")

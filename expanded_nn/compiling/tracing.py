@@ -28,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from expanded_nn._errors import PerSampleError, complaint, first_line, is_ours
 from expanded_nn.common.meanwhile import meanwhile
 from expanded_nn.common.modes import set_grad_enabled
-from expanded_nn.common.outside import put_back
+from expanded_nn.common.outside import hooks_on, put_back, remove_new_hooks
 from expanded_nn.common.steady import RandomStates
 from expanded_nn.common.traced import FirstEager, LookFirst, OnlyEager, TraceError, assumptions, note_gradient
 from expanded_nn.compiling.caches import clear_caches
@@ -41,11 +41,9 @@ from expanded_nn.compiling.watched import (
     Operations,
     Readings,
     einsum_paths,
-    hooks_on,
     reading,
     reads_values,
     refuse_optimizer,
-    remove_new_hooks,
     texts,
 )
 from expanded_nn.modules.base import PerSampleModule

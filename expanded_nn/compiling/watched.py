@@ -26,6 +26,7 @@ from expanded_nn._errors import LIBRARIES, NOT_THE_USERS, PerSampleError, compla
 from expanded_nn.common.functions import SIZES
 from expanded_nn.common.meanwhile import meanwhile
 from expanded_nn.common.modes import FunctionMode, has_no_values, is_batched, of_all, running_backward
+from expanded_nn.common.outside import hooks_on, remove_new_hooks
 from expanded_nn.common.traced import OnlyEager, assume, is_traced, note_hook, note_zeroed
 from expanded_nn.core import cost
 from expanded_nn.factored import FactoredTensor, is_hidden
@@ -48,7 +49,6 @@ _MAKES = {torch.tensor, torch.as_tensor, torch.asarray}
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _OF_GRAD = {cast(Any, Tensor.grad).__get__, cast(Any, Tensor.grad).__set__}
 _OF_GRAD |= {Tensor.requires_grad_, cast(Any, Tensor.requires_grad).__set__}
-HOOKS_OF_TENSOR = "_backward_hooks", "_post_accumulate_grad_hooks"
 _SETS_HOOKS = Tensor.register_hook, Tensor.register_post_accumulate_grad_hook
 _SYMBOLS = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 _LIFT = torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default  # of numbers in the step's code
@@ -292,19 +292,6 @@ class Readings(FunctionMode):
 def _lengths(log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, *_: Any, **__: Any) -> Any:
     """The lengths among the arguments of the CTC loss."""
     return input_lengths, target_lengths
-
-
-def hooks_on(tensor: Tensor) -> set[int]:
-    """The ids of the hooks on a tensor."""
-    return {key for name in HOOKS_OF_TENSOR for key in getattr(tensor, name) or ()}
-
-
-def remove_new_hooks(tensor: Tensor, before: set[int]) -> None:
-    """Removes the hooks on a tensor but for those with the ids from before."""
-    for name in HOOKS_OF_TENSOR:
-        hooks = getattr(tensor, name) or {}
-        for key in hooks.keys() - before:
-            del hooks[key]
 
 
 class Generator:
