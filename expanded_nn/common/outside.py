@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from collections import OrderedDict, UserDict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cached_property, lru_cache, partial, partialmethod
 from operator import is_
 from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
@@ -150,21 +150,26 @@ def is_users_object(value: Any) -> bool:
     return is_one and not any(map(_is_in_c, type(value).__mro__))
 
 
-def holders_in(values: Iterable[Any]) -> list[Any]:
-    """The lists, tuples, sets, dicts, arrays and objects of the user's in some values, and within these, each once."""
+def holders_in(values: Iterable[Any], inside: Callable[[nn.Module], Iterable[Any]] | None = None) -> list[Any]:
+    """The lists, tuples, sets, dicts, arrays and objects of the user's in some values, and within these, each once.
+
+    With `inside`, also those in what that gives of the modules that are met.
+    """
     found: dict[int, Any] = {}
     left = deque(value for value in values if type(value) not in NUMBERS)
     while left and len(found) < MOST:
         value = left.popleft()
         if isinstance(value, UserDict):
             value = value.data
-        is_container = isinstance(value, _HOLDERS)
-        if id(value) not in found and is_counter(value):
-            found[id(value)] = value
-        if id(value) in found or not (is_container or is_users_object(value)):
+        if id(value) in found:
             continue
-        found[id(value)] = value
-        left += _items_in(value)
+        if is_counter(value):
+            found[id(value)] = value
+        elif isinstance(value, _HOLDERS) or is_users_object(value):
+            found[id(value)] = value
+            left += _items_in(value)
+        elif inside is not None and isinstance(value, nn.Module):
+            left += inside(value)
     return [*found.values()]
 
 
@@ -176,14 +181,6 @@ def _items_in(holder: Any) -> list[Any]:
         return []
     held = base.values(items) if isinstance(items, dict) else base.__iter__(items)
     return [item for item in held if type(item) not in NUMBERS]
-
-
-def modules_in_holders(values: Iterable[Any]) -> list[nn.Module]:
-    """The modules in some values, and in the containers and the user's objects within these, without those within."""
-    values = [*values]
-    holders = (holder for holder in holders_in(values) if not has_numbers(holder))
-    items = (item for holder in holders for item in _items_in(holder))
-    return [item for item in (*values, *items) if isinstance(item, nn.Module)]
 
 
 def kept_in(values: Iterable[Any]) -> list[tuple[Any, Any]]:

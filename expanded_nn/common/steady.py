@@ -35,7 +35,6 @@ from expanded_nn.common.outside import (
     hooks_on,
     is_users_object,
     kept_in,
-    modules_in_holders,
     put_back,
     remove_new_hooks,
 )
@@ -105,18 +104,21 @@ def attributes_of(modules: Iterable[nn.Module]) -> list[Any]:
     return [value for name, value in pairs if name not in HOOK_TABLES or value]
 
 
-def hidden_modules(members: Sequence[nn.Module], arguments: Any = ()) -> list[nn.Module]:
-    """The modules in arguments, and in lists, dicts and objects of some modules, as `self.teacher = [net]`.
+def modules_and_holders(module: nn.Module, arguments: Any = ()) -> tuple[dict[nn.Module, None], list[Any]]:
+    """The modules that a forward may change, and the containers and the user's objects that they hold.
 
-    Those within these are among them.
+    These are a module, those within it, and those in its arguments and in lists, dicts and objects of any of them, as
+    `self.teacher = [net]`.
     """
-    known, values = dict.fromkeys(members), [arguments, *attributes_of(members)]
-    while waiting := [
-        inner for module in modules_in_holders(values) for inner in module.modules() if inner not in known
-    ]:
-        known |= dict.fromkeys(waiting)
-        values = attributes_of(waiting)
-    return [*known][len(members) :]
+    members = dict.fromkeys(module.modules())
+
+    def inside(hidden: nn.Module) -> list[Any]:
+        new = [member for member in hidden.modules() if member not in members]
+        members.update(dict.fromkeys(new))
+        return attributes_of(new)
+
+    holders = holders_in([*attributes_of(members), arguments], inside)
+    return members, holders
 
 
 def is_generator(value: Any) -> bool:
@@ -158,8 +160,7 @@ class StateBefore:
     """
 
     def __init__(self, module: nn.Module, arguments: Any) -> None:
-        members = [*module.modules()]
-        members += hidden_modules(members, arguments)
+        members, _ = modules_and_holders(module, arguments)
         self.random = RandomStates([*members, arguments])
         self.updates = Updates([x for member in members for x in member._parameters.values() if x is not None])
         self.containers: list[tuple[Any, Any]] = []  # lists, sets and mappings, with copies of them
@@ -433,10 +434,10 @@ class BeforeForward:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.module, members = module, [*module.modules()]
-        members += hidden_modules(members)
+        members, holders = modules_and_holders(module)
+        self.module = module
         self.outside, held = Outside(members), attributes_of(members)
-        objects = filter(is_users_object, holders_in(held))  # of the user's own classes, each once
+        objects = filter(is_users_object, holders)  # of the user's own classes, each once
         self.attributes = [(owner, dict(vars(owner))) for owner in (*members, *objects)]
         own = [x for member in members for x in member._parameters.values() if x is not None]
         parameters = {id(parameter): parameter for parameter in own}
