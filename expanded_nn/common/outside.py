@@ -227,11 +227,8 @@ def remove_new_hooks(tensor: Tensor, before: set[int], *, but_ours: bool = False
                 del hooks[key]
 
 
-def put_back(container: Any, before: Any, kept: Iterable[Any] = ()) -> None:
-    """Gives a list, set, mapping or array the contents that it had before, where they are others.
-
-    A mapping keeps what it has under some keys; without such its items are in the same order again.
-    """
+def put_back(container: Any, before: Any) -> None:
+    """Gives a list, set, mapping or array the contents that it had before, in their order, where they are others."""
     if has_numbers(container):
         if bytes_of(container) != bytes_of(before):
             put_numbers(container, before)
@@ -242,12 +239,12 @@ def put_back(container: Any, before: Any, kept: Iterable[Any] = ()) -> None:
             base.clear(container)  # a class of the user's may have another
             getattr(base, "update" if base is set else "extend")(container, before)
         return
-    for key in [key for key in container.keys() if key not in before and key not in kept]:  # noqa: SIM118
+    for key in [key for key in container.keys() if key not in before]:  # noqa: SIM118
         base.__delitem__(container, key)
     changed = {key: value for key, value in before.items() if base.get(container, key, NOTHING) is not value}
     if changed:
         base.update(container, changed)
-    if not kept and not all(map(is_, container.keys(), before)):
+    if not all(map(is_, container.keys(), before)):
         base.clear(container)
         base.update(container, before)
 

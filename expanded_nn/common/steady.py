@@ -161,19 +161,17 @@ class StateBefore:
 
     def __init__(self, module: nn.Module, arguments: Any) -> None:
         members, _ = modules_and_holders(module, arguments)
-        self.random = RandomStates([*members, arguments])
+        self.random, self.attributes = RandomStates([*members, arguments]), Attributes([*members])
         self.updates = Updates([x for member in members for x in member._parameters.values() if x is not None])
         self.containers: list[tuple[Any, Any]] = []  # lists, sets and mappings, with copies of them
         # with their versions, and copies of those that require no gradients
         self.tensors: list[tuple[Tensor, int, Tensor | None]] = []
         self.seen: set[int] = set()  # the ids of all that was looked at
-        for member in members:
-            own = {key: value for key, value in vars(member).items() if key not in OURS}
-            self.containers.append((vars(member), own))
-            for value in own.values():
-                self._keep(value)
+        held = attributes_of(members)
+        for value in held:
+            self._keep(value)
         # within objects that these hold, no tensors, which may be a data set
-        self.containers += [pair for pair in kept_in(attributes_of(members)) if id(pair[0]) not in self.seen]
+        self.containers += [pair for pair in kept_in(held) if id(pair[0]) not in self.seen]
         self._keep(arguments, deep=True)
 
     def _keep(self, value: Any, *, deep: bool = False) -> None:
@@ -199,8 +197,9 @@ class StateBefore:
         """Puts all of it back; whether that was possible."""
         self.random.restore()
         self.updates.take_back()
+        self.attributes.put_back()
         for container, before in self.containers:
-            put_back(container, before, kept=OURS)
+            put_back(container, before)
         changed = [
             (tensor, before)
             for tensor, version, before in self.tensors
