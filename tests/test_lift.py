@@ -851,6 +851,29 @@ def test_windows_before_a_batch_norm(batches: tuple[int, ...]) -> None:
         assert_close_rows(rows_of(model), {name: rows / 2 for name, rows in expected.items()})
 
 
+class Normalized(nn.Module):
+    """A batch norm in eval mode by own parameters, of channels that lie last in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.weight = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(3))
+        self.register_buffer("mean", torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, 3, 3, 1)
+        return F.batch_norm(x * self.scale.view(-1, 1, 1), self.mean, torch.ones(3), self.weight).transpose(1, 3)
+
+
+@pytest.mark.filterwarnings("ignore:.*sample by sample:expanded_nn.PerSampleWarning")
+def test_a_batch_norm_of_one_sample_whose_channels_lie_last() -> None:
+    """Torch's derivative of it is wrong, in the plain forward that the samples are compared with as well."""
+    module, x, by = Normalized(), torch.randn(1, 3, 3, 1).transpose(1, 2), torch.randn(1, 1, 3, 3)
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    (model(x).contiguous() * by).sum().backward()
+    g, mean = by.transpose(1, 3), module.mean.view(-1, 1, 1)
+    xhat = (x * module.scale.detach().view(-1, 1, 1) - mean) / (1 + 1e-5) ** 0.5
+    assert_close_rows({"weight": model.weight.grad_sample}, {"weight": (g * xhat).sum((2, 3))})
+
+
 class Results(dict[str, Any]):
     """As those of some libraries, a class of its own."""
 

@@ -19,7 +19,7 @@ from expanded_nn.checking.samples import GivenLosses, Layout, difference, first_
 from expanded_nn.checking.trace import ErrorCollector, Shapes, Trace
 from expanded_nn.common.batch import may_have_derivatives
 from expanded_nn.common.meanwhile import meanwhile
-from expanded_nn.common.modes import FunctionMode
+from expanded_nn.layers.general.plain import RightNorms
 from expanded_nn.layers.norm import standardized
 from expanded_nn.recording.graph import leaves_behind
 from expanded_nn.recording.recorder import Recorder, Settings, recorder_of
@@ -146,7 +146,7 @@ class Check:
 
         Torch's own LayerNorm has a wrong third derivative, which a loss of second derivatives needs, and its BatchNorm
         in eval mode a wrong gradient of one sample whose memory is permuted. So rows that differ are compared once
-        more, with these in plain operations.
+        more, without these.
         """
         findings, losses = self.findings, self.layout.losses(self.outputs)
         loop.compare(self.expanded.module, losses, findings)
@@ -154,11 +154,11 @@ class Check:
         if not wrong or self.is_random:
             return
         errors = findings.errors
-        with PlainNorms():
+        with PlainLayerNorms():
             loop.compare(self.expanded.module, losses, findings)
         if max(findings.errors.values()) <= findings.tolerance:  # so there were some
             findings.notes.append(
-                f"for {listed(wrong)} the loop took norms in plain operations, as derivatives of torch's own are "
+                f"for {listed(wrong)} the loop took norms in another way, as derivatives of torch's own are "
                 "wrong: the third ones of LayerNorm, and those of a single permuted sample of BatchNorm in eval mode."
             )
         else:
@@ -476,42 +476,22 @@ class StepCheck(Check):
         return "Return the losses, (B,), from the function: then the report says where samples are mixed. " + _REPORT
 
 
-class PlainNorms(FunctionMode):
-    """LayerNorm, and BatchNorm in eval mode, in plain operations, whose derivatives are right."""
+class PlainLayerNorms(RightNorms):
+    """LayerNorm in plain operations as well, whose derivatives are right."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        plain: Any = {F.layer_norm: _layer_norm, F.batch_norm: _batch_norm}.get(func)
-        result = None if plain is None else plain(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {})) if result is None else result
+        if func is F.layer_norm:
+            return _layer_norm(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def _layer_norm(
     x: Tensor, shape: Sequence[int], weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return _affine(standardized(wide, len(shape), eps, centered=True)[0].to(x.dtype), weight, bias)
-
-
-def _batch_norm(
-    x: Tensor,
-    mean: Tensor | None,
-    variance: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor | None:
-    if training or mean is None or variance is None:
-        return None
-    channels = [vector if vector is None else vector.view(-1, *[1] * (x.dim() - 2)) for vector in (weight, bias)]
-    mean, variance = (vector.view(-1, *[1] * (x.dim() - 2)) for vector in (mean, variance))
-    return _affine((x - mean) * torch.rsqrt(variance + eps), *channels)
-
-
-def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    x = x if weight is None else x * weight
-    return x if bias is None else x + bias
+    y = standardized(wide, len(shape), eps, centered=True)[0].to(x.dtype)
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias
 
 
 def _precision(tensor: Tensor) -> float:

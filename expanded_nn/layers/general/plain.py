@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from expanded_nn.common.batch import may_have_derivatives
 from expanded_nn.common.containers import tensors_of
 from expanded_nn.common.modes import FunctionMode, uncounted
+from expanded_nn.common.shared import laid_out_like
 from expanded_nn.common.steady import BeforeForward, RandomStates, copies
 from expanded_nn.layers.general.left import Before, Numbers, Place, with_left
 from expanded_nn.layers.norm import with_contiguous_gradient
@@ -79,7 +80,7 @@ class Plain:
     def with_graph(self, *, hooks: bool) -> tuple[list[Tensor], list[Tensor]]:
         """The same with a graph, and the inputs by which they have derivatives."""
         inputs, (args, kwargs) = self.differentiable()
-        with BeforeForward(self.module).without_traces(hooks=hooks), _WithRightNorms():
+        with BeforeForward(self.module).without_traces(hooks=hooks), RightNorms():
             tensors = self._given(args, kwargs)
         self.states.restore()
         return tensors, inputs
@@ -94,12 +95,16 @@ class Plain:
         return inputs, tree_unflatten([leaf.clone() if is_float(leaf) else leaf for leaf in leaves], structure)
 
 
-class _WithRightNorms(FunctionMode):
-    """Corrects torch's derivatives of batch norms of a single sample."""
+class RightNorms(FunctionMode):
+    """Corrects torch's derivatives of batch norms in eval mode: of a single sample whose memory is permuted."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        return with_contiguous_gradient(result) if func is F.batch_norm else result
+        return (_batch_norm if func is F.batch_norm else func)(*args, **(kwargs or {}))
+
+
+def _batch_norm(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    y = with_contiguous_gradient(F.batch_norm(input.contiguous(), *args, **kwargs))
+    return laid_out_like(y, input)
 
 
 def is_float(leaf: Any) -> bool:
