@@ -1188,6 +1188,7 @@ LEAST = torch.finfo(torch.float64).min
 KNOWN: dict[str, Callable[[Tensor], Any]] = {  # of x (B, 4, 6)
     "elementwise": lambda x: F.gelu(x.exp() + 1) * x[:, :1] / 3 - x.clamp(max=1),
     "elementwise, more": lambda x: x.cosh().log2() + x.tan().atan().sinh() + F.celu(x) + x.round() * x.exp2(),
+    "elementwise, near zero": lambda x: x.square().log1p().expm1(),
     "where": lambda x: torch.where(x > 0, x, 2 * x).masked_fill(x > 1, 0),
     "flatten": folded,
     "groups": lambda x: x.reshape(B * 4 * 2, 3).view(B, 2, 4, 3).transpose(1, 2).reshape(-1, 3, 4),

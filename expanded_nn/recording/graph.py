@@ -39,12 +39,12 @@ def shape_of(node: Any, output: int = 0) -> Sequence[int]:
 
 # the operations each number of whose result is computed from one number of each tensor, in its place
 ELEMENTWISE = {
-    *("Add", "Sub", "Rsub", "Mul", "Div", "Neg", "Exp", "Expm1", "Log", "Log1p", "Sqrt", "Rsqrt", "Pow", "Abs"),
+    *("Add", "Sub", "Rsub", "Mul", "Div", "Neg", "Exp", "Expm1", "Log", "Log1P", "Sqrt", "Rsqrt", "Pow", "Abs"),
     *("Reciprocal", "Sin", "Cos", "Tanh", "Sigmoid", "LogSigmoid", "Relu", "Silu", "Gelu", "Softplus", "Elu"),
     *("Mish", "LeakyRelu", "Hardtanh", "Hardswish", "Hardsigmoid", "Threshold", "Clamp", "ClampMin"),
     *("ClampMax", "Erf", "Maximum", "Minimum", "Where", "MaskedFill", "Addcmul", "Lerp", "NativeDropout"),
     *("Tan", "Atan", "Sinh", "Cosh", "Log2", "Log10", "Exp2", "Celu", "Round", "Floor", "Ceil", "Sign"),
-    *("NanToNum", "Clone", "ToCopy", "Alias", "ViewAs"),
+    *("NanToNum", "Clone", "ToCopy", "Alias"),
 }
 
 

@@ -77,10 +77,7 @@ class Operation:
         return self.memo.of(constant, samples, tuple(dims)) if differ else samples
 
     def saved(self, name: str) -> Any:
-        try:
-            found = getattr(self.node, f"_saved_{name}")
-        except (AttributeError, RuntimeError):  # it has none, or it was changed since
-            raise Unknown from None
+        found = getattr(self.node, f"_saved_{name}")
         self.refuse_values(found)
         return cost.usual_shape(found) if isinstance(found, list | tuple) else cost.usual_size(found)
 
@@ -484,6 +481,7 @@ class Known(dict[Output, Samples]):
             raise Unknown(node.name())
         try:
             self[output] = found = rule(Operation(self, output))
-        except (TypeError, ValueError, IndexError, RuntimeError):  # it was called in another way than the rule's
+        # it was called in another way than the rule's, or what it has saved was changed since
+        except (AttributeError, TypeError, ValueError, IndexError, RuntimeError):
             raise Unknown(node.name()) from None
         return found
