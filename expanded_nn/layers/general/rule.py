@@ -164,7 +164,7 @@ class General(Expanded):
             result = self._of_the_whole_batch(call)
             if result is NotImplemented:
                 result = self._sample_by_sample(call)
-            elif call.kind in self._told.compared:
+            else:
                 result = contiguous_as_plain(result, self._told.compared[call.kind].orders)
         order = None if self._recorder is None else self._recorder.order
         if order is not None and call.kind in self._told.compared:
@@ -233,8 +233,6 @@ class General(Expanded):
 
     def _error_of(self, call: Called) -> Exception | None:
         """The error of a comparison with the plain forward where the arguments are read so; `None` if they agree."""
-        if self._recorder is None or self._recorder.forward is None:
-            return None
         try:
             with RandomStates([*self.modules(), call.args, call.kwargs]), self._unnoticed():
                 mapper = self._mapper(call)

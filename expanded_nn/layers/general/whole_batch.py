@@ -70,12 +70,10 @@ class WholeBatch:
 
     def _may_run(self) -> bool:
         """Whether the forward may run so, as far as is known without a trial."""
-        call, recorder = self.call, self.module._recorder
+        call = self.call
         if not torch.is_grad_enabled() or call.batch == 0:
             return False
         if cost.is_symbol(call.batch) and (not self.knows_a_way() or self.told.leaves_something):
-            return False
-        if recorder is None or recorder.forward is None:  # with weights that come with a batch dimension
             return False
         have_samples_first = {*call.dims} <= {0, None, FOLDED} and (0 in call.dims or call.is_surely_folded)
         may_go = have_samples_first and (self.knows_a_way() or self.ways.trials_left > 0)
@@ -291,5 +289,5 @@ def _are_near(some: list[Tensor], others: list[Tensor]) -> bool:
 
 def as_one_operation(module: Any, function: Callable[..., Any], *args: Any) -> Any:
     """Calls a function in which nobody looks for samples that take each other's places."""
-    order = None if module._recorder is None else module._recorder.order
+    order = module._recorder.order
     return function(*args) if order is None else order.as_one_operation(function, args, {})
