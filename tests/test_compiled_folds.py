@@ -125,7 +125,7 @@ def test_rows_are_known_for_batches_of_any_size_where_their_number_is_a_symbol()
     dims, env = symbolic_shapes.DimDynamic, symbolic_shapes.ShapeEnv()
     context = symbolic_shapes.StatelessSymbolicContext(dynamic_sizes=[dims.DYNAMIC, dims.STATIC])
     x = FakeTensorMode(shape_env=env).from_tensor(torch.zeros(T, 2), symbolic_context=context)
-    of_any, samples = Owners(x.shape[0], nn.Module(), Memo()), torch.arange(T).unsqueeze(-1)
+    of_any, samples = Owners(x.shape[0], Memo()), torch.arange(T).unsqueeze(-1)
     assert of_any.arranged(samples, x.shape[0]).length == 1
     assert of_any.one_by_one(samples, x.shape).length == 2
     with pytest.raises(Unknown):

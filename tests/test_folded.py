@@ -920,7 +920,7 @@ def test_other_packed_sequences(kind: type[Packed]) -> None:
 
 
 def test_steps_of_several_samples_are_no_sequence() -> None:
-    known_by, x = Owners(B, nn.Module(), Memo()), values(B, 2, D)
+    known_by, x = Owners(B, Memo()), values(B, 2, D)
     (x,) = known_by.begin((x,), [0])
     sizes = torch.tensor([B, B])
     apart, mixed = x.transpose(0, 1).flatten(0, 1), torch.cat([x[:, 0], x[:, 1].flip(0)])
@@ -1070,7 +1070,7 @@ def test_a_parameter_that_is_written_in_another_way() -> None:
 
 def test_attention_between_samples_is_not_taken_for_that_of_one() -> None:
     recorder = enn.convert(nn.Linear(1, 1)).per_sample()._recorder
-    run = Run(B, recorder, Owners(B, nn.Module(), Memo()))
+    run = Run(B, recorder, nn.Module(), Owners(B, Memo()))
     x = run.owners.begin(values(B, T, D), [0])
     mask = run.batched(values(T, T).expand(B, T, T))
     attend = RULES[F.scaled_dot_product_attention]
@@ -1101,7 +1101,7 @@ def test_layers_without_gradients_choose_words() -> None:
 
 
 def test_the_samples_of_a_view_of_an_index() -> None:
-    known_by, x = Owners(B, nn.Module(), Memo()), torch.arange(100)[4 : 4 + B * 6].view(B, 2, 3)
+    known_by, x = Owners(B, Memo()), torch.arange(100)[4 : 4 + B * 6].view(B, 2, 3)
     (x,) = known_by.begin((x,), [0])
     each = torch.arange(B).view(-1, 1, 1)
     assert known_by.of(x) is known_by.of(x)
@@ -1121,14 +1121,14 @@ def test_the_samples_of_a_view_of_an_index() -> None:
 
 
 def test_samples_that_share_their_places_are_not_known() -> None:
-    known_by = Owners(B, nn.Module(), Memo())
+    known_by = Owners(B, Memo())
     (x,) = known_by.begin((torch.arange(4).expand(B, 4),), [0])
     with pytest.raises(Unknown):
         known_by.of(x[:, 1])
 
 
 def test_a_parameter_without_gradients_is_not_changed_in_place() -> None:
-    run = Run(B, enn.convert(nn.Linear(1, 1)).per_sample()._recorder, Owners(B, nn.Module(), Memo()))
+    run = Run(B, enn.convert(nn.Linear(1, 1)).per_sample()._recorder, nn.Module(), Owners(B, Memo()))
     weight = run.batched(values(D).expand(B, D))
     with torch.no_grad():
         assert torch.equal(weight * 2, 2 * values(D))
@@ -1139,7 +1139,7 @@ def test_a_parameter_without_gradients_is_not_changed_in_place() -> None:
 
 
 def test_a_checkpoint_that_runs_without_gradients_first_is_no_such_layer() -> None:
-    run = Run(B, enn.convert(nn.Linear(1, 1)).per_sample()._recorder, Owners(B, nn.Module(), Memo()))
+    run = Run(B, enn.convert(nn.Linear(1, 1)).per_sample()._recorder, nn.Module(), Owners(B, Memo()))
     weight, x = run.batched(values(D).expand(B, D)), run.owners.begin(values(B, D), [0])
     with torch.no_grad():
         assert torch.equal(x * weight, values(B, D) * values(D))
@@ -1313,7 +1313,7 @@ def _written(rows: Tensor) -> Tensor:
 def samples_of(function: Callable[[Tensor], Any]) -> tuple[Any, Tensor, Tensor]:
     """What the graph says; what the derivatives say `(*shape, B)`; the result."""
     set_seed(0)
-    known, argument = Owners(B, nn.Module(), Memo()), values(B, 4, 6)
+    known, argument = Owners(B, Memo()), values(B, 4, 6)
     x = known.begin(argument, [0])
     with Writes(known):
         y = function(x)
@@ -1360,7 +1360,7 @@ OF_ALL: dict[str, Callable[[Tensor], Tensor]] = {  # of a table (4, 6)
 
 @pytest.mark.parametrize("name", OF_ALL)
 def test_what_all_samples_share_is_of_none(name: str) -> None:
-    known = Owners(B, nn.Module(), Memo())
+    known = Owners(B, Memo())
     _, table = known.begin([values(B, 4, 6), values(4, 6).requires_grad_()], [0, None])
     assert known.of(OF_ALL[name](table)) is None
 

@@ -26,6 +26,7 @@ from expanded_nn.layers.general.own_functions import STAND_INS, functions_looked
 from expanded_nn.layers.general.owners import Arrangement, Owners, Writes
 from expanded_nn.recording.callers import is_in_reentrant_checkpoint
 from expanded_nn.recording.order import BetweenLayers
+from expanded_nn.recording.recorder import modules_in
 from expanded_nn.recording.settings import RecorderLike
 
 Value = TypeVar("Value")
@@ -87,15 +88,13 @@ class Run:
     Args:
         batch: B.
         recorder: The recorder of the model.
+        module: Whose forward it is, of the general rule: its buffers have no rows of samples.
         owners: Tells whose the rows of a tensor are, in a forward that may fold its samples. `None` in any other: there
             a tensor of B rows has one per sample, and all others are shared.
-        module: Whose forward it is: its buffers have no rows of samples.
     """
 
-    def __init__(
-        self, batch: int, recorder: RecorderLike, owners: Owners | None = None, module: nn.Module | None = None
-    ) -> None:
-        self.batch, self.recorder, self.owners, self.module = batch, recorder, owners, module
+    def __init__(self, batch: int, recorder: RecorderLike, module: Any, owners: Owners | None = None) -> None:
+        self.batch, self.recorder, self.module, self.owners = batch, recorder, module, owners
         self.way: list[Any] = []
         # operations that may join samples or move them; each once, as a layer may be dropped by chance
         self.joins: set[str] = set()
@@ -139,19 +138,20 @@ class Run:
         return bool(x.shape[0] == self.batch) and not (x.grad_fn is None and self._is_of_buffer(x))
 
     def _is_of_buffer(self, x: Tensor) -> bool:
-        """Whether it is a buffer, or a view of one, that has B rows by chance."""
+        """Whether it is a buffer of the module, or a view of one; such a one may have B rows by chance."""
         whole = x if x._base is None else x._base
-        return id(whole) in self._buffers
+        return any(whole is buffer for buffers in self._buffers for buffer in buffers.values())
 
     @cached_property
-    def _buffers(self) -> set[int]:
-        return set() if self.module is None else {id(buffer) for buffer in self.module.buffers()}
+    def _buffers(self) -> list[dict[str, Tensor | None]]:
+        """The tables of buffers, which the forward may set anew."""
+        return [member._buffers for member in modules_in(self.module)]
 
     def are_shared(self, x: Tensor) -> bool:
         """Whether all samples share a tensor, such as an index, as it has not one row for each."""
         if x.dim() == 0:
             return True
-        return bool(x.shape[0] != self.batch) if self.owners is None else self.owners.are_shared(x)
+        return bool(x.shape[0] != self.batch) if self.owners is None else self._is_of_buffer(x)
 
     def is_constant(self, x: Any) -> bool:
         """Whether it is a table that all samples share: a buffer, or a view of one, in a forward that may fold them."""
@@ -161,7 +161,7 @@ class Run:
         """Whether all samples may take the whole tensor, one without a history, such as coordinates in a table."""
         if x.requires_grad or self.owners is None:
             return False
-        return self.owners.are_shared(x) or self.may_be_looked_up_by_all(x, 1)
+        return self._is_of_buffer(x) or self.may_be_looked_up_by_all(x, 1)
 
     def may_be_looked_up_by_all(self, index: Tensor, numel: int) -> bool:
         """Whether every sample may look up the whole index, `numel` numbers per entry, as if all shared it.

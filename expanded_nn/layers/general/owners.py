@@ -48,8 +48,8 @@ class Owners:
     In a trace whose batch may have any size they are those of the call that is traced: the operations are the same.
     """
 
-    def __init__(self, batch: int, module: Any, memo: Memo) -> None:  # of the general rule
-        self.batch, self.module, self.memo = cost.usual_size(batch), module, memo
+    def __init__(self, batch: int, memo: Memo) -> None:
+        self.batch, self.memo = cost.usual_size(batch), memo
         self.has_any_size = cost.is_symbol(batch)
         memo.begin()
         # the arguments that no graph tells of, each with its version and its samples
@@ -109,11 +109,6 @@ class Owners:
         """Whether a tensor `(B, *)` has the samples first, in order."""
         arrangement = self.of_rows(x)
         return arrangement is not None and arrangement.length == 1
-
-    def are_shared(self, x: Tensor) -> bool:
-        """Whether a tensor is a buffer of the module, or a view of one."""
-        whole = x if x._base is None else x._base
-        return any(whole is buffer for buffer in self.module.buffers())
 
     @beside_trace
     def of(self, x: Tensor) -> Samples:

@@ -200,7 +200,7 @@ def _spread(func: Any, args: Any, kwargs: Any) -> Tensor:
     if sizes[0] == run.batch and (own.rank < len(sizes) or own.value.shape[1:2] == (1,)):
         run.note(func, whole=True)
         return spread(beside(own, len(sizes)), sizes[1:])
-    if run.owners is not None and not run.owners.module._alone and run.batch != 1 and run.batch in sizes:
+    if run.owners is not None and not run.module._alone and run.batch != 1 and run.batch in sizes:
         return _over_the_samples(func, own, sizes, run.owners)
     return own.run.derived(func, lambda value: spread(with_dims(value, len(sizes)), sizes), own, begins=False)
 

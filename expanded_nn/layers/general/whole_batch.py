@@ -157,8 +157,8 @@ class WholeBatch:
         """
         module, recorder, dims = self.module, self.module._recorder, self.call.dims
         heard, batch = recorder.forward.notes.inputs_shared, recorder.forward.own_pass.batch
-        owners = Owners(batch, module, self.told.memo) if self.follows_folds else None
-        before, run = len(heard), Run(batch, recorder, owners, module)
+        owners = Owners(batch, self.told.memo) if self.follows_folds else None
+        before, run = len(heard), Run(batch, recorder, module, owners)
         try:
             with unseen():
                 weights = {place: run.batched(recorder.expand(own)) for place, own in self.lent.items()}
