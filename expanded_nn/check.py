@@ -15,7 +15,7 @@ from expanded_nn.checking.checks import Check, StepCheck, strange_loss
 from expanded_nn.checking.report import Problem, Report as Report
 from expanded_nn.checking.running import Call, Step
 from expanded_nn.common.chance import WithoutChance, WithoutDropout
-from expanded_nn.common.steady import RandomStates
+from expanded_nn.common.generators import RandomStates
 from expanded_nn.convert import convert, revert
 from expanded_nn.modules.base import PerSampleModule, recorders_of, switch
 from expanded_nn.recording.recorder import Settings

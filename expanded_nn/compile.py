@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from expanded_nn._errors import PerSampleError, complaint, shown, warn
+from expanded_nn.common.generators import is_generator
 from expanded_nn.common.modes import running_backward
-from expanded_nn.common.steady import is_generator
 from expanded_nn.common.traced import FirstEager, HasGraphs, LookFirst, OnlyEager, TraceError, is_traced, recorders_met
 from expanded_nn.compiling.backends import Backend, CompilerError, backend_of, draws_alike
 from expanded_nn.compiling.called import Called, Code

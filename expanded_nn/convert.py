@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 
 from expanded_nn._errors import ConversionError, refuse_no_bool, refuse_no_model
 from expanded_nn.common.bytecode import variables_around
-from expanded_nn.common.steady import HOOK_TABLES, OWN_STATE
+from expanded_nn.common.own_state import HOOK_TABLES, OWN_STATE
 from expanded_nn.layers.twins import expand_modules, raise_for, rebased
 from expanded_nn.modules.base import PerSampleModule, Root, recorders_of, refuse_other_mode, switch
 from expanded_nn.modules.registry import plain_class_of

@@ -5,7 +5,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import expanded_nn
-from expanded_nn.common.steady import OWN_STATE
+from expanded_nn.common.own_state import OWN_STATE
 
 PACKAGE = Path(expanded_nn.__file__).parent
 # lowest first; what is not named stands above them all

@@ -9,12 +9,10 @@ for a forward that seldom has to be taken back: it copies a tensor only where th
 from __future__ import annotations
 
 import copy
-import random
-import sys
 from collections import OrderedDict, UserDict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property, partial
+from functools import cached_property
 from operator import is_
 from types import FunctionType
 from typing import Any
@@ -27,6 +25,7 @@ from expanded_nn.common.arrays import bytes_of, has_numbers, is_counter
 from expanded_nn.common.batch import contents, marked_like
 from expanded_nn.common.containers import has_dict
 from expanded_nn.common.functions import CHANGED, SIZES, attributes, is_in_place
+from expanded_nn.common.generators import RandomStates
 from expanded_nn.common.modes import FunctionMode, has_no_values, unseen, version_of
 from expanded_nn.common.outside import (
     NOTHING,
@@ -38,70 +37,13 @@ from expanded_nn.common.outside import (
     put_back,
     remove_new_hooks,
 )
+from expanded_nn.common.own_state import HOOK_TABLES, OURS, attributes_of
 from expanded_nn.common.shared import is_parameter
 from expanded_nn.common.traced import is_traced
 
-# The attributes that the library sets on modules: by `per_sample`, by the general rule, by what layers have seen of
-# inputs. A forward that starts over puts back all attributes but those in `OURS`; an Embedding's `_takes_labels` is put
-# back as well, so it is not among these.
-OWN_STATE = ("_recorder", "_settings", "_trials", "_ranks", "_learned", "_layout_is_clear", "_past_comparisons")
-OURS = {"_parameters", "_modules", "_flat_weights", "_flat_weight_refs", *OWN_STATE}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _NO_HOOKS: dict[int, Any] = {}  # what most tables have
 MOST_COPIED = 4096  # numbers in tensors that are copied before a forward; more are looked after while it runs
-HOOK_TABLES = {name for name in vars(nn.Module()) if "_hooks" in name}
-Source = tuple[Callable[[], Any], Callable[[Any], Any]]
-
-
-class RandomStates:
-    """The states of all generators that a forward may draw from: torch's, Python's, numpy's, and its own.
-
-    As a context it sets them back at the end.
-
-    Args:
-        holders: Modules and arguments, among which generators are looked for.
-    """
-
-    sources: list[Source]  # of each generator, what gets its state and what sets it
-
-    def __init__(self, holders: Any = ()) -> None:
-        held = attributes_of(holder for holder in holders if isinstance(holder, nn.Module))
-        generators = {id(leaf): leaf for leaf in tree_leaves([holders, held]) if is_generator(leaf)}
-        self.sources = [(torch.get_rng_state, torch.set_rng_state), (random.getstate, random.setstate)]
-        numpy = sys.modules.get("numpy")
-        self.has_numpy = numpy is not None
-        if numpy is not None:
-            self.sources.append((numpy.random.get_state, numpy.random.set_state))
-        for device in range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ():
-            get_state, set_state = torch.cuda.get_rng_state, torch.cuda.set_rng_state
-            self.sources.append((partial(get_state, device), partial(set_state, device=device)))
-        self.sources += map(_source_of, generators.values())
-        self.before = [get_state() for get_state, _ in self.sources]
-
-    def __enter__(self) -> RandomStates:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.restore()
-
-    def has_drawn_elsewhere(self) -> bool:
-        """Whether anything was drawn from Python's or numpy's generators."""
-        others = list(zip(self.before, self.sources, strict=True))[1 : 2 + self.has_numpy]
-        return not all(_same(before, get_state()) for before, (get_state, _) in others)
-
-    def restore(self) -> bool:
-        """Sets the states to those from the beginning; whether anything was drawn since."""
-        if all(_same(before, get_state()) for before, (get_state, _) in zip(self.before, self.sources, strict=True)):
-            return False
-        for before, (_, set_state) in zip(self.before, self.sources, strict=True):
-            set_state(before)
-        return True
-
-
-def attributes_of(modules: Iterable[nn.Module]) -> list[Any]:
-    """The values of the attributes of modules, but for ours, parameters, modules, and tables without hooks."""
-    pairs = (pair for module in modules for pair in vars(module).items() if pair[0] not in OURS)
-    return [value for name, value in pairs if name not in HOOK_TABLES or value]
 
 
 def modules_and_holders(module: nn.Module, arguments: Any = ()) -> tuple[dict[nn.Module, None], list[Any]]:
@@ -119,37 +61,6 @@ def modules_and_holders(module: nn.Module, arguments: Any = ()) -> tuple[dict[nn
 
     holders = holders_in([*attributes_of(members), arguments], inside)
     return members, holders
-
-
-def is_generator(value: Any) -> bool:
-    """Whether it is a generator of random numbers: torch's, Python's or numpy's, of the new kind or the old one.
-
-    The one that draws from the system has no state, and is none.
-    """
-    if isinstance(value, random.SystemRandom):
-        return False
-    return isinstance(value, torch.Generator | random.Random) or hasattr(type(value), "_bit_generator")
-
-
-def _source_of(generator: Any) -> Source:
-    if isinstance(generator, random.Random):
-        return generator.getstate, generator.setstate
-    bits = getattr(generator, "bit_generator", None)  # of numpy's new kind
-    if bits is None:
-        return generator.get_state, generator.set_state
-    return lambda: bits.state, partial(setattr, bits, "state")
-
-
-def _same(before: Any, after: Any) -> bool:
-    if isinstance(before, Tensor):
-        return torch.equal(before, after)
-    if hasattr(before, "tobytes"):
-        return bool(before.tobytes() == after.tobytes())
-    try:
-        return bool(before == after)
-    except ValueError:  # there are numpy's arrays in it
-        pairs = ((before[key], after[key]) for key in (before if isinstance(before, dict) else range(len(before))))
-        return all(_same(*pair) for pair in pairs)
 
 
 class StateBefore:

@@ -13,7 +13,7 @@ from expanded_nn.common.arrays import bytes_of, has_numbers
 from expanded_nn.common.containers import has_dict
 from expanded_nn.common.modes import without_autocast
 from expanded_nn.common.outside import LISTS, NOTHING
-from expanded_nn.common.steady import OWN_STATE
+from expanded_nn.common.own_state import OWN_STATE
 from expanded_nn.compiling.kinds import Call
 from expanded_nn.compiling.names import PLAIN, Referred
 from expanded_nn.compiling.outcome import Outcome, RecorderRows

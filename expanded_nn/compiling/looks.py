@@ -22,8 +22,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from expanded_nn._errors import shown
 from expanded_nn.common.arrays import has_numbers, key_of_numbers
 from expanded_nn.common.containers import has_dict
+from expanded_nn.common.generators import is_generator
 from expanded_nn.common.outside import CACHED, NAMESPACES
-from expanded_nn.common.steady import is_generator
 from expanded_nn.common.traced import HasGraphs, OnlyEager
 from expanded_nn.compiling.arguments import Arguments
 from expanded_nn.compiling.caches import results_of

@@ -30,7 +30,7 @@ from expanded_nn.common.bytecode import (
 )
 from expanded_nn.common.containers import has_dict
 from expanded_nn.common.outside import CACHED, NOTHING, Variable, is_of_users, value_in
-from expanded_nn.common.steady import OWN_STATE
+from expanded_nn.common.own_state import OWN_STATE
 from expanded_nn.compiling.called import Code, Ran
 from expanded_nn.compiling.seen import Seen, plain_items
 

@@ -11,8 +11,8 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from expanded_nn._errors import first_line
+from expanded_nn.common.generators import RandomStates
 from expanded_nn.common.modes import set_grad_enabled, set_version, version_of, without_autocast
-from expanded_nn.common.steady import RandomStates
 from expanded_nn.compiling.kinds import Call
 from expanded_nn.compiling.memory import memory_of
 from expanded_nn.compiling.tracing import Traced

@@ -19,7 +19,7 @@ from expanded_nn.common.arrays import NUMBERS_OF_C, bytes_of, copied, has_number
 from expanded_nn.common.batch import contents
 from expanded_nn.common.containers import has_dict
 from expanded_nn.common.outside import CACHED, FILLED_ANEW, LISTS, NOTHING, put_back
-from expanded_nn.common.steady import OWN_STATE
+from expanded_nn.common.own_state import OWN_STATE
 from expanded_nn.compiling.caches import results_of
 from expanded_nn.compiling.names import Referred, is_the_users
 from expanded_nn.core.kronecker import KroneckerFactors, SecondMoment

@@ -26,10 +26,10 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from expanded_nn._errors import PerSampleError, complaint, first_line, is_ours
+from expanded_nn.common.generators import RandomStates
 from expanded_nn.common.meanwhile import meanwhile
 from expanded_nn.common.modes import set_grad_enabled
 from expanded_nn.common.outside import hooks_on, put_back, remove_new_hooks
-from expanded_nn.common.steady import RandomStates
 from expanded_nn.common.traced import FirstEager, LookFirst, OnlyEager, TraceError, assumptions, note_gradient
 from expanded_nn.compiling.caches import clear_caches
 from expanded_nn.compiling.kinds import GLOBAL_HOOKS, Call

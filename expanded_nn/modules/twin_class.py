@@ -15,7 +15,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from expanded_nn._errors import complaint
-from expanded_nn.common.steady import OWN_STATE
+from expanded_nn.common.own_state import OWN_STATE
 from expanded_nn.modules.registry import plain_class_of
 
 _TWINS: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}

@@ -14,8 +14,8 @@ from expanded_nn._errors import LIBRARIES
 from expanded_nn.common.batch import contents, data_in, is_shared_by_all
 from expanded_nn.common.bytecode import global_names, variables_around
 from expanded_nn.common.functions import functions, is_in_place
+from expanded_nn.common.own_state import attributes_of
 from expanded_nn.common.shared import is_parameter
-from expanded_nn.common.steady import attributes_of
 from expanded_nn.recording.leaf import Noted
 
 

@@ -18,11 +18,13 @@ from expanded_nn._errors import PerSampleError, complaint, is_ours, warn
 from expanded_nn.common.batch import FOLDED, NUMBERS, Dims, contents, is_shared_by_all, marked_like, readings, unfolded
 from expanded_nn.common.chance import WithoutChance
 from expanded_nn.common.containers import is_packed, leaves_of, rebuilt
+from expanded_nn.common.generators import RandomStates
 from expanded_nn.common.meanwhile import quiet
 from expanded_nn.common.modes import uncounted, unseen, without_fused_inference
 from expanded_nn.common.outside import is_a_users_hook
+from expanded_nn.common.own_state import attributes_of
 from expanded_nn.common.rounding import are_equal, are_like, are_near, is_comparable, near
-from expanded_nn.common.steady import Attributes, BeforeForward, RandomStates, attributes_of
+from expanded_nn.common.steady import Attributes, BeforeForward
 from expanded_nn.factored import FactoredTensor
 from expanded_nn.recording.doubt import Pair, Rounding
 from expanded_nn.recording.graph import graph_of

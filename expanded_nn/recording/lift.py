@@ -14,8 +14,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from expanded_nn.common.chance import WithoutDropout
 from expanded_nn.common.meanwhile import quiet
 from expanded_nn.common.modes import function_modes, is_batched, transforms, unseen
+from expanded_nn.common.own_state import OURS
 from expanded_nn.common.shared import stand_in, stood_for
-from expanded_nn.common.steady import OURS
 
 Slot = tuple[nn.Module, str]
 _LISTS = list, tuple, dict

@@ -20,8 +20,8 @@ from expanded_nn.common.batch import may_have_derivatives
 from expanded_nn.common.containers import flatten
 from expanded_nn.common.modes import has_no_values, version_of
 from expanded_nn.common.outside import NOTHING
+from expanded_nn.common.own_state import OURS
 from expanded_nn.common.rounding import near
-from expanded_nn.common.steady import OURS
 
 
 class Place(NamedTuple):

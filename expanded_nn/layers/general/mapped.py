@@ -17,9 +17,10 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_structure, tree_unfl
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn.common.batch import FOLDED, contents, may_have_derivatives, stacked
 from expanded_nn.common.containers import flatten, tensors_of
+from expanded_nn.common.generators import RandomStates
 from expanded_nn.common.modes import of_all, set_version, version_of
 from expanded_nn.common.shared import laid_out
-from expanded_nn.common.steady import Attributes, RandomStates, Traces, Undo
+from expanded_nn.common.steady import Attributes, Traces, Undo
 from expanded_nn.common.traced import FirstEager, OnlyEager, is_traced
 from expanded_nn.layers.general.called import Called, held_by, is_cache, keeping
 from expanded_nn.layers.general.left import (

@@ -12,9 +12,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from expanded_nn.common.batch import may_have_derivatives
 from expanded_nn.common.containers import tensors_of
+from expanded_nn.common.generators import RandomStates
 from expanded_nn.common.modes import FunctionMode, uncounted
 from expanded_nn.common.shared import laid_out_like
-from expanded_nn.common.steady import BeforeForward, RandomStates, copies
+from expanded_nn.common.steady import BeforeForward, copies
 from expanded_nn.layers.general.left import Before, Numbers, Place, with_left
 from expanded_nn.layers.norm import with_contiguous_gradient
 from expanded_nn.recording.doubt import Rounding

@@ -25,10 +25,11 @@ from torch.utils._pytree import tree_unflatten
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn.common.batch import FOLDED, data_in
 from expanded_nn.common.containers import flatten, tensors_of
+from expanded_nn.common.generators import RandomStates
 from expanded_nn.common.meanwhile import meanwhile
 from expanded_nn.common.modes import running_backward, uncounted, unseen
 from expanded_nn.common.rounding import near
-from expanded_nn.common.steady import RandomStates, Undo
+from expanded_nn.common.steady import Undo
 from expanded_nn.common.traced import TraceError, is_traced, refuse_values, wait_for_values
 from expanded_nn.core import cost
 from expanded_nn.layers.general.called import Called, called, once_per_sample
