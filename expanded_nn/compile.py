@@ -393,12 +393,9 @@ class Graphs(HasGraphs):
                 "Write x.shape[0] in place of len(x), and make no text of it."
             )
         family.graphs.append(graph)
-        lines = [line for one in family.graphs if (line := one.sizes.line_of_number()) is not None]
-        if len(lines) == SINGLE_SIZES and not traced.len_lines:
-            self._warn(
-                f"{len(lines)} sizes have taken graphs of their own, as a size is made a number in {lines[-1]}. If "
-                "that is a line of the step, compute with x.shape[0] by Python's operators, as x.shape[0] ** 0.5."
-            )
+        reasons = [why for one in family.graphs if (why := one.sizes.why_single()) is not None]
+        if len(reasons) == SINGLE_SIZES and not traced.len_lines:
+            self._warn(f"{len(reasons)} sizes have taken graphs of their own, as {reasons[-1]}")
         family.by_shapes[call.shapes] = graph
         return graph
 

@@ -316,6 +316,23 @@ def test_a_graph_for_each_size_is_explained() -> None:
         law(lambda: nn.Linear(8, 3), step, batches, most=5)
 
 
+@pytest.mark.filterwarnings("ignore:.*runs sample by sample from now on:expanded_nn.PerSampleWarning")
+def test_a_graph_for_each_size_by_vmap_is_explained() -> None:
+    class Picks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            firsts = x.shape[1] * torch.arange(x.shape[0])[:, None]
+            places = torch.cat([firsts, firsts + 1], 1).flatten()
+            return self.linear(x.flatten(0, 1).index_select(0, places)).unflatten(0, (-1, 2))
+
+    batches = [(torch.randn(size, 5, 8),) for size in (20, 20, 21, 22, 23, 24)]
+    with pytest.warns(enn.PerSampleWarning, match=r"4 sizes have taken .* torch\.vmap, .*\.index_select\("):
+        law(Picks, clipped, batches, most=5)
+
+
 def test_attention() -> None:
     batches = [(torch.randn(size, 7, 8),) for size in (3, 3, 4, 5)]
     law(lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), clipped, batches)

@@ -171,7 +171,8 @@ class Updates(FunctionMode):
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()
-        pairs = ((x, x.data) for x in tensors if x.layout is torch.strided and not x.is_inference())
+        with_values = (x for x in tensors if not (x.is_inference() or has_no_values(x)))
+        pairs = ((x, x.data) for x in with_values if x.layout is torch.strided)
         self.data = [(x, data) for x, data in pairs if type(data) is Tensor and not data.is_nested]
         self.changed: list[tuple[Tensor, Tensor]] = []  # each with a copy of it from before
 

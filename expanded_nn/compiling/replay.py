@@ -29,10 +29,11 @@ class Sizes:
         symbols: The symbols that stand for any size, each with the first dimension that has it.
         alike: Pairs of dimensions that have the same symbol.
         shape_env: What else is known of the sizes; compiling adds to it.
+        vmap_lines: The user's lines where `torch.vmap` has made numbers of sizes.
     """
 
     def __init__(self, traced: Traced, shapes: Sequence[torch.Size], varying: Collection[ArgumentDim]) -> None:
-        self.shapes, self.shape_env = shapes, traced.shape_env
+        self.shapes, self.shape_env, self.vmap_lines = shapes, traced.shape_env, traced.vmap_lines
         self.symbols: dict[Any, ArgumentDim] = {}
         self.alike: list[tuple[ArgumentDim, ArgumentDim]] = []
         for dim in sorted(varying):
@@ -42,12 +43,23 @@ class Sizes:
                 if first != dim:
                     self.alike.append((first, dim))
 
-    def line_of_number(self) -> str | None:
-        """The line that has made a number of a symbol, so that the graph is for that size alone, if one has."""
+    def why_single(self) -> str | None:
+        """Why the graph is for one size alone, if that is so: a number was made of a symbol."""
         numbers = self.symbols.keys() & self.shape_env.replacements.keys()
         guards = [guard for guard in self.shape_env.guards if numbers & guard.expr.free_symbols]
-        frames = (guard.sloc.framework_loc for guard in guards if guard.expr.is_Equality)
-        return next((text_of((frame.filename, frame.lineno)) for frame in frames if hasattr(frame, "lineno")), None)
+        frames = [guard.sloc.framework_loc for guard in guards if guard.expr.is_Equality]
+        lines = [text_of((frame.filename, frame.lineno)) for frame in frames if hasattr(frame, "lineno")]
+        if lines and self.vmap_lines:
+            return (
+                "torch.vmap, by which a part of the model or of its gradients is computed, makes a number of a size in "
+                f"{self.vmap_lines[0]}."
+            )
+        if not lines:
+            return None
+        return (
+            f"a size is made a number in {lines[0]}. If that is a line of the step, compute with x.shape[0] by "
+            "Python's operators, as x.shape[0] ** 0.5."
+        )
 
     def fit(self, shapes: Sequence[torch.Size]) -> bool:
         """Whether the graph is right for arguments of such shapes."""

@@ -87,7 +87,8 @@ class Traced:
     outcome: Outcome  # what to do with the results
     draws: bool  # whether it draws random numbers
     shape_env: Any  # what the sizes are known to be
-    len_lines: list[str]  # the user's lines that make a number of a size that changes
+    len_lines: list[str]  # the user's lines that make a number of a size that changes, by `len`
+    vmap_lines: list[str]  # those where `torch.vmap` does
     line_of_kept: Callable[[], str | None]  # the user's line that made a tensor which is kept outside of the step
 
 
@@ -175,8 +176,9 @@ def trace(
     holders = [*modules, *referred]
     dicts += [values for module in holders for values in (vars(module), module._buffers, module._parameters)]
     inputs = Inputs(leaves, [*former.inputs], _places_of(constants, dicts))
+    ops, len_lines = body.ops, body.readings.len_lines
     return Traced(
-        graph, inputs, examples, body.outcome, body.ops.draws, sizes.env, body.readings.len_lines, body.ops.line_of_kept
+        graph, inputs, examples, body.outcome, ops.draws, sizes.env, len_lines, ops.vmap_lines, ops.line_of_kept
     )
 
 

@@ -56,6 +56,7 @@ _FROZEN_BY_PYTHON = 5_000  # objects at most: 3.12 begins with some hundreds; wi
 _OF_MEMORY = {Tensor.storage_offset, Tensor.data_ptr, Tensor._is_view, cast(Any, Tensor._base).__get__}
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _OPERATIONS = "functional.py", "_tensor.py", "_jit_internal.py", "overrides.py"  # torch's files with operations
+_SIZES_AS_NUMBERS = torch.ops.aten.size.default
 _ZERO = torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default
 
 
@@ -69,6 +70,7 @@ class Operations(TorchDispatchMode):
         changed: Tensors with values, such as a weight, that the trace may have changed in place, each with its version
             and a copy from before.
         leaves: Tensors with values that require gradients, each with its `.grad` from before.
+        vmap_lines: The user's lines where `torch.vmap` makes numbers of sizes, as most of its rules do.
     """
 
     supports_higher_order_operators = True
@@ -80,6 +82,7 @@ class Operations(TorchDispatchMode):
         self.tensors: list[tuple[TensorWeakRef, tuple[str, int]]] = []
         self.changed: list[tuple[Tensor, int, Tensor]] = []
         self.leaves: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self.vmap_lines: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -92,6 +95,8 @@ class Operations(TorchDispatchMode):
             elif _has_values(args[0]):
                 raise OnlyEager(_number_of_tensor())
             return value
+        if func is _SIZES_AS_NUMBERS and any(isinstance(size, torch.SymInt) for size in args[0].shape):
+            self.vmap_lines.append(text_of(line_of_user()))
         if _draws(func, args, kwargs):
             self.draws = True
             if running_backward() >= 0:
