@@ -1495,7 +1495,13 @@ def test_values_are_refused_by_the_line() -> None:
         if loss > 0:
             loss.backward()
 
+    def by_item(x: Tensor, y: Tensor) -> None:
+        loss = F.cross_entropy(model(x), y)
+        if loss.item() > 0:
+            loss.backward()
+
     refused(step, model, r"reads a value of a tensor in line \d+ of .*test_compiled_step.py: if loss > 0:")
+    refused(by_item, model, r"reads a value of a tensor in line \d+ of .*test_compiled_step.py: if loss\.item\(\) > 0:")
 
 
 def test_an_optimizer_is_refused() -> None:

@@ -1376,6 +1376,26 @@ def a_reduction_over_the_batch() -> None:
     own(lambda self, x: (x * self.scale).sum())
 
 
+@refused(
+    r"for one sample its forward returns a tensor of shape \(2, 4\); .*If each sample has 2 rows .*"
+    r"unflatten\(0, \(-1, 2\)\)"
+)
+def words_of_all_samples_in_one_dimension() -> None:
+    """As BERT's head for masked words returns them."""
+
+    def picked(self: Any, x: Tensor) -> Tensor:
+        firsts = x.shape[1] * torch.arange(x.shape[0])[:, None]
+        return x.flatten(0, 1).index_select(0, torch.cat([firsts, firsts + 1], 1).flatten()) * self.scale
+
+    def unflattened(self: Any, x: Tensor) -> Tensor:
+        return picked(self, x).unflatten(0, (-1, 2))
+
+    model, x = enn.convert(Own(unflattened)).per_sample(loss_reduction="sum"), torch.randn(3, 5, 4)
+    model(x).sum().backward()  # as the error says
+    assert torch.allclose(model.scale.grad_sample, x[:, :2].sum(1))
+    enn.convert(Own(picked)).per_sample()(x)
+
+
 @refused(r"^Own: its forward returns a number that is neither the mean nor the sum .*; .*over the words of each sample")
 def a_largest_number_of_the_batch() -> None:
     class Own(nn.Module):

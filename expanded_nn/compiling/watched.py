@@ -55,7 +55,8 @@ _LIFT = torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.defaul
 _FROZEN_BY_PYTHON = 5_000  # objects at most: 3.12 begins with some hundreds; with torch, `gc.freeze` takes 100,000
 _OF_MEMORY = {Tensor.storage_offset, Tensor.data_ptr, Tensor._is_view, cast(Any, Tensor._base).__get__}
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
-_OPERATIONS = "functional.py", "_tensor.py", "_jit_internal.py", "overrides.py"  # torch's files with operations
+# torch's files with operations, the last one with those on the numbers that `item()` gives
+_OPERATIONS = "functional.py", "_tensor.py", "_jit_internal.py", "overrides.py", f"torch{os.sep}__init__.py"
 _SIZES_AS_NUMBERS = torch.ops.aten.size.default
 _ZERO = torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default
 

@@ -391,8 +391,9 @@ class Mapper:
                 self.module,
                 f"for one sample its forward returns a tensor of shape {tuple(output.shape)}",
                 f"size 1 in dimension {usual}, where the samples stand",
-                f"{self._of_arguments(output, usual)}For squeeze() write squeeze(-1). Return tensors with a batch "
-                f"dimension, and reduce over the samples outside of the module. {OF_PARAMETERS}",
+                f"{self._of_arguments(output, usual)}{_of_folded_results(output, usual)}"
+                "For squeeze() write squeeze(-1). Return tensors with a batch dimension, and reduce over the samples "
+                f"outside of the module. {OF_PARAMETERS}",
             )
         self._refuse_unclear(output, usual)
         ones.sort(key=lambda dim: dim != (0 if may_be_features else usual))
@@ -503,3 +504,14 @@ def _with_samples_in(dim: int, results: Tensor) -> Tensor:
     if dim == FOLDED:
         return results.flatten(0, 1)
     return results if dim < 0 else results.movedim(0, dim)
+
+
+def _of_folded_results(output: Tensor, usual: int) -> str:
+    """What to do if the rows of a result are parts of one sample, as its masked words; empty if there are none."""
+    rows = output.shape[usual] if output.dim() > usual else 0
+    if rows < 2:
+        return ""
+    return (
+        f"If each sample has {rows} rows of the result, as of its masked words, return "
+        f"result.unflatten({usual}, (-1, {rows})), or the losses of the samples, where their numbers differ. "
+    )
