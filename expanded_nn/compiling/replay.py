@@ -44,18 +44,18 @@ class Sizes:
                     self.alike.append((first, dim))
 
     def why_single(self) -> str | None:
-        """Why the graph is for one size alone, if that is so: a number was made of a symbol."""
+        """Why the graph is for one size alone, where it is: something has made a number of a symbol."""
         numbers = self.symbols.keys() & self.shape_env.replacements.keys()
         guards = [guard for guard in self.shape_env.guards if numbers & guard.expr.free_symbols]
         frames = [guard.sloc.framework_loc for guard in guards if guard.expr.is_Equality]
         lines = [text_of((frame.filename, frame.lineno)) for frame in frames if hasattr(frame, "lineno")]
-        if lines and self.vmap_lines:
+        if not lines:
+            return None
+        if self.vmap_lines:
             return (
                 "torch.vmap, by which a part of the model or of its gradients is computed, makes a number of a size in "
                 f"{self.vmap_lines[0]}."
             )
-        if not lines:
-            return None
         return (
             f"a size is made a number in {lines[0]}. If that is a line of the step, compute with x.shape[0] by "
             "Python's operators, as x.shape[0] ** 0.5."
