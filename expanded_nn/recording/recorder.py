@@ -237,8 +237,8 @@ class Recorder:
                 self.name_of(module),
                 "no argument is a tensor with a dimension",
                 "a tensor with a dimension for the samples",
-                "Say how many samples there are: within one_pass(model, batch_size), or by per_sample(batch_size=...). "
-                "A model with parameters of its own takes a tensor with a row per sample, not their number.",
+                "Give tensors, alone or in tuples, dicts or dataclasses, as a model with parameters of its own needs. "
+                "Else say how many samples there are: one_pass(model, batch_size), or per_sample(batch_size=...).",
             )
         if forward.is_one_pass:
             pass_ = self.passes.new(batch)
