@@ -391,7 +391,7 @@ class Mapper:
                 self.module,
                 f"for one sample its forward returns a tensor of shape {tuple(output.shape)}",
                 f"size 1 in dimension {usual}, where the samples stand",
-                f"{self._of_arguments(output, usual)}{_of_folded_results(output, usual)}"
+                f"{self._of_arguments(output, usual) or _of_folded_results(output, usual)}"
                 "For squeeze() write squeeze(-1). Return tensors with a batch dimension, and reduce over the samples "
                 f"outside of the module. {OF_PARAMETERS}",
             )
