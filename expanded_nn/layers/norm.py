@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn.common.batch import in_memory_order
-from expanded_nn.common.modes import is_batched
+from expanded_nn.common.modes import is_batched, unseen
 from expanded_nn.common.shared import as_no_view, is_constant, is_shared, shared, shared_or_none, with_dims
 from expanded_nn.core import cost
 from expanded_nn.modules.base import Expanded
@@ -398,7 +398,8 @@ def batch_norm(
 def with_contiguous_gradient(y: Tensor) -> Tensor:
     """A single sample, to torch, in eval mode: torch's own derivative is wrong where a gradient arrives permuted."""
     if y.requires_grad:
-        y.register_hook(Tensor.contiguous)
+        with unseen():  # a trace takes a hook for the user's, which may do anything
+            y.register_hook(Tensor.contiguous)
     return y
 
 
