@@ -133,6 +133,7 @@ def test_a_value_that_torchs_own_code_reads(read: Any) -> None:
     assert model.weight.grad_sample.shape == (4, 3, 8)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.11", reason="torch 2.10 raises an error of its own, as the guide says")
 def test_an_operation_that_takes_functions() -> None:
     model = enn.convert(nn.Linear(8, 3)).per_sample()
 

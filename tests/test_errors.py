@@ -2997,6 +2997,7 @@ def places(error: BaseException | None) -> set[tuple[Path, int]]:
     if error is None:
         return set()
     frames = traceback.extract_tb(error.__traceback__)
+    traceback.clear_frames(error.__traceback__)  # one of torch 2.10's holds a checkpoint, whose hooks are on until then
     return {(Path(f.filename), f.lineno or 0) for f in frames} | places(error.__cause__) | places(error.__context__)
 
 
