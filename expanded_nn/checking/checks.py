@@ -146,7 +146,7 @@ class Check:
 
         Torch's own LayerNorm has a wrong third derivative, which a loss of second derivatives needs, and its BatchNorm
         in eval mode a wrong gradient of one sample whose memory is permuted. So rows that differ are compared once
-        more, without these.
+        more, with these corrected.
         """
         findings, losses = self.findings, self.layout.losses(self.outputs)
         loop.compare(self.expanded.module, losses, findings)

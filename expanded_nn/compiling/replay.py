@@ -29,11 +29,11 @@ class Sizes:
         symbols: The symbols that stand for any size, each with the first dimension that has it.
         alike: Pairs of dimensions that have the same symbol.
         shape_env: What else is known of the sizes; compiling adds to it.
-        vmap_lines: The user's lines where `torch.vmap` has made numbers of sizes.
+        vmap_line: The user's line where `torch.vmap` has first made a number of a size, if it has.
     """
 
     def __init__(self, traced: Traced, shapes: Sequence[torch.Size], varying: Collection[ArgumentDim]) -> None:
-        self.shapes, self.shape_env, self.vmap_lines = shapes, traced.shape_env, traced.vmap_lines
+        self.shapes, self.shape_env, self.vmap_line = shapes, traced.shape_env, traced.vmap_line
         self.symbols: dict[Any, ArgumentDim] = {}
         self.alike: list[tuple[ArgumentDim, ArgumentDim]] = []
         for dim in sorted(varying):
@@ -51,10 +51,10 @@ class Sizes:
         lines = [text_of((frame.filename, frame.lineno)) for frame in frames if hasattr(frame, "lineno")]
         if not lines:
             return None
-        if self.vmap_lines:
+        if self.vmap_line is not None:
             return (
                 "torch.vmap, by which a part of the model or of its gradients is computed, makes a number of a size in "
-                f"{self.vmap_lines[0]}."
+                f"{self.vmap_line}."
             )
         return (
             f"a size is made a number in {lines[0]}. If that is a line of the step, compute with x.shape[0] by "

@@ -88,7 +88,7 @@ class Traced:
     draws: bool  # whether it draws random numbers
     shape_env: Any  # what the sizes are known to be
     len_lines: list[str]  # the user's lines that make a number of a size that changes, by `len`
-    vmap_lines: list[str]  # those where `torch.vmap` does
+    vmap_line: str | None  # the first one where `torch.vmap` does
     line_of_kept: Callable[[], str | None]  # the user's line that made a tensor which is kept outside of the step
 
 
@@ -178,7 +178,7 @@ def trace(
     inputs = Inputs(leaves, [*former.inputs], _places_of(constants, dicts))
     ops, len_lines = body.ops, body.readings.len_lines
     return Traced(
-        graph, inputs, examples, body.outcome, ops.draws, sizes.env, len_lines, ops.vmap_lines, ops.line_of_kept
+        graph, inputs, examples, body.outcome, ops.draws, sizes.env, len_lines, ops.vmap_line, ops.line_of_kept
     )
 
 

@@ -71,7 +71,7 @@ class Operations(TorchDispatchMode):
         changed: Tensors with values, such as a weight, that the trace may have changed in place, each with its version
             and a copy from before.
         leaves: Tensors with values that require gradients, each with its `.grad` from before.
-        vmap_lines: The user's lines where `torch.vmap` makes numbers of sizes, as most of its rules do.
+        vmap_line: The user's line where `torch.vmap` first makes a number of a size, as most of its rules do.
     """
 
     supports_higher_order_operators = True
@@ -83,7 +83,7 @@ class Operations(TorchDispatchMode):
         self.tensors: list[tuple[TensorWeakRef, tuple[str, int]]] = []
         self.changed: list[tuple[Tensor, int, Tensor]] = []
         self.leaves: dict[int, tuple[Tensor, Tensor | None]] = {}
-        self.vmap_lines: list[str] = []
+        self.vmap_line: str | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -97,7 +97,7 @@ class Operations(TorchDispatchMode):
                 raise OnlyEager(_number_of_tensor())
             return value
         if func is _SIZES_AS_NUMBERS and any(isinstance(size, torch.SymInt) for size in args[0].shape):
-            self.vmap_lines.append(text_of(line_of_user()))
+            self.vmap_line = self.vmap_line or text_of(line_of_user())
         if _draws(func, args, kwargs):
             self.draws = True
             if running_backward() >= 0:

@@ -396,7 +396,7 @@ def batch_norm(
 
 
 def with_contiguous_gradient(y: Tensor) -> Tensor:
-    """A single sample, to torch, in eval mode: torch's own derivative is wrong where a gradient arrives permuted."""
+    """Corrects a norm of one sample in eval mode: torch's derivative is wrong where a gradient arrives permuted."""
     if y.requires_grad:
         with unseen():  # a trace takes a hook for the user's, which may do anything
             y.register_hook(Tensor.contiguous)
