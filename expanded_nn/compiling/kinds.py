@@ -17,6 +17,7 @@ from expanded_nn.common.batch import contents, is_shared_by_all
 from expanded_nn.common.containers import has_dict
 from expanded_nn.common.modes import function_modes, is_autocast, saved_tensors_are_packed
 from expanded_nn.common.outside import HOOKS_OF_TENSOR
+from expanded_nn.common.own_state import OWN_STATE
 from expanded_nn.common.traced import HasGraphs, OnlyEager
 from expanded_nn.compiling.looks import (
     Look,
@@ -121,12 +122,16 @@ class Call:
         return cls, by_identity(value)
 
     def _parts(self, value: Any) -> Iterable[Any]:
-        """What is in an object, as far as the step names its attributes; an optimizer's tensors are its models'."""
+        """What is in an object, as far as the step names its attributes; an optimizer's tensors are its models'.
+
+        What the library has set on a module, as a recorder that holds rows, is none of the step's.
+        """
         if isinstance(value, Optimizer | HasGraphs | Projection):
             return ()
         held: Any = value
         if has_dict(value) and not isinstance(value, list | tuple | dict):
-            named = [name for name in [*vars(value)] if self._names.any_attribute or name in self._names.words]
+            names = [name for name in [*vars(value)] if name not in OWN_STATE]
+            named = [name for name in names if self._names.any_attribute or name in self._names.words]
             held = [vars(value)[name] for name in named]
         return contents(held, closed=(Optimizer, HasGraphs))
 

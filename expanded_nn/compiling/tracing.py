@@ -262,7 +262,10 @@ class _Body:
     thorough: bool  # whether it assumes less than usual, at a cost
     outcome: Outcome = field(default_factory=Outcome)  # what the step leaves, as far as it has run
     ops: Operations = field(default_factory=Operations)  # what it does
-    readings: Readings = field(default_factory=Readings)  # what it reads of tensors
+    readings: Readings = field(init=False)  # what it reads of tensors
+
+    def __post_init__(self) -> None:
+        self.readings = Readings(self.ops)
 
     def __call__(self, *inputs: Tensor) -> list[Any]:
         """Runs the step, notes what it leaves, and returns the tensors of that."""

@@ -25,11 +25,12 @@ from torch.utils.weak import TensorWeakRef
 from expanded_nn._errors import LIBRARIES, NOT_THE_USERS, PerSampleError, complaint
 from expanded_nn.common.functions import SIZES
 from expanded_nn.common.meanwhile import meanwhile
-from expanded_nn.common.modes import FunctionMode, has_no_values, is_batched, of_all, running_backward
+from expanded_nn.common.modes import FunctionMode, is_batched, of_all, running_backward
 from expanded_nn.common.outside import hooks_on, remove_new_hooks
 from expanded_nn.common.traced import OnlyEager, assume, is_traced, note_hook, note_zeroed
+from expanded_nn.compiling.known import has_values, is_fake, known_values
 from expanded_nn.core import cost
-from expanded_nn.factored import FactoredTensor, is_hidden
+from expanded_nn.factored import is_hidden
 from expanded_nn.recording.callers import (
     innermost,
     is_asked_by_users,
@@ -93,7 +94,7 @@ class Operations(TorchDispatchMode):
             value = func(*args, **kwargs)
             if hasattr(value, "node"):
                 self.values[value.node.expr] = lines_now()
-            elif _has_values(args[0]):
+            elif has_values(args[0]):
                 raise OnlyEager(_number_of_tensor())
             return value
         if func is _SIZES_AS_NUMBERS and any(isinstance(size, torch.SymInt) for size in args[0].shape):
@@ -108,7 +109,7 @@ class Operations(TorchDispatchMode):
             for tensor in args[0] if isinstance(args[0], list | tuple) else [args[0]]:
                 note_zeroed(tensor)
         # an operation on tensors with values alone, such as `weight.mul_(0.9)`, is computed in spite of the trace
-        real = [leaf for leaf in tree_leaves((args, kwargs)) if _has_values(leaf)]
+        real = [leaf for leaf in tree_leaves((args, kwargs)) if has_values(leaf)]
         for leaf in real:
             if leaf.requires_grad and leaf.is_leaf:
                 self.leaves.setdefault(id(leaf), (leaf, leaf.grad))
@@ -135,6 +136,10 @@ class Operations(TorchDispatchMode):
                 tensor.detach().copy_(before)
         self.changed.clear()
         return {id(tensor) for tensor, _ in changed}
+
+    def has_changed(self, tensor: Tensor) -> bool:
+        """Whether the trace has changed a tensor with values."""
+        return any(each is tensor and each._version != version for each, version, _ in self.changed)
 
     def put_grads_back(self) -> set[int]:
         """Puts `.grad` back where that has no values; returns the ids of these tensors."""
@@ -171,15 +176,6 @@ def _draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     return "dropout_p" not in names or bool(given.get("dropout_p", 0.0))
 
 
-def _is_fake(tensor: Tensor) -> bool:
-    """Whether a tensor has no values, is made of such, or stands for one within a function transform."""
-    return isinstance(tensor, FakeTensor | FactoredTensor) or has_no_values(tensor)
-
-
-def _has_values(value: object) -> bool:
-    return isinstance(value, Tensor) and not _is_fake(value)
-
-
 def _forget_values(result: object) -> None:
     """Takes away the values that torch knows of what a trace has computed: they may be others at the next call."""
     mode = get_innermost_proxy_mode()
@@ -210,6 +206,7 @@ class Readings(FunctionMode):
     """Refuses to print a tensor, which a graph would not do, and to read one with values, which would stay the same.
 
     Attributes:
+        ops: The operations of the trace.
         len_lines: The user's lines that take `len` of a tensor whose size is a symbol, which makes a number of it.
         grads: The tensors with values whose `.grad` the step reads or sets, or that it freezes, each with its `.grad`
             and whether it required gradients.
@@ -217,8 +214,9 @@ class Readings(FunctionMode):
         refused: The first error, which the step may have caught.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ops: Operations) -> None:
         super().__init__()
+        self.ops = ops
         self.len_lines: list[str] = []
         self.grads: dict[int, tuple[Tensor, Tensor | None, bool]] = {}
         self.hooked: dict[int, tuple[Tensor, set[int]]] = {}
@@ -234,29 +232,29 @@ class Readings(FunctionMode):
             raise
 
     def _result_of(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func in _SETS_HOOKS and _is_fake(args[0]):
+        if func in _SETS_HOOKS and is_fake(args[0]):
             note_hook()
         elif func in _SETS_HOOKS:
             self.hooked.setdefault(id(args[0]), (args[0], hooks_on(args[0])))
-        if func is Tensor.__bool__ and _has_values(args[0]) and is_of_package(line_of_user()):
-            return _assumed_flag(args[0])
+        if func in _NUMBER and (number := self._assumed_number(func, args[0])) is not None:
+            return number
         if func in _SHOWN or (func in _NUMBER and not isinstance(args[0], FakeTensor)):
             raise reading(lines_now())
-        if func in _EQUAL and any(map(_has_values, args)) and not is_called_by_libraries(func):
+        if func in _EQUAL and any(map(has_values, args)) and not is_called_by_libraries(func):
             raise reading(lines_now())
         if func in _OF_MEMORY and is_asked_by_users():
             raise OnlyEager("it asks where a tensor lies in memory, as x.storage_offset() does")
-        if func == _SET_DATA and not _is_fake(args[0]):
+        if func == _SET_DATA and not is_fake(args[0]):
             raise OnlyEager("it sets .data of a tensor anew (change it in place under torch.no_grad(), p.sub_(...))")
-        if func in _OF_GRAD and not _is_fake(args[0]):
+        if func in _OF_GRAD and not is_fake(args[0]):
             self.grads.setdefault(id(args[0]), (args[0], args[0].grad, args[0].requires_grad))
         if func in SIZES and args and is_hidden(args[0]) and not is_called_by_libraries(func):
             raise OnlyEager("it uses the number of per-sample gradients from before the call (clear them)")
-        if func in _MAKES and args and any(map(_has_values, tree_leaves(args[0]))) and not _has_values(args[0]):
+        if func in _MAKES and args and any(map(has_values, tree_leaves(args[0]))) and not has_values(args[0]):
             raise OnlyEager(_number_of_tensor())
         if func in _CTC and any(isinstance(x, FakeTensor) for x in _lengths(*args, **(kwargs or {}))):
             raise OnlyEager(f"torch reads the lengths for the CTC loss in {text_of(line_of_user())}")
-        if func is torch._is_all_true and is_traced() and _is_fake(args[0]):  # how torch.distributions look at values
+        if func is torch._is_all_true and is_traced() and is_fake(args[0]):  # how torch.distributions look at values
             holds = args[0]
             while is_batched(holds):
                 holds = of_all(holds)
@@ -266,6 +264,29 @@ class Readings(FunctionMode):
         if counts and not is_called_by_libraries(func):
             self.len_lines.append(text_of(line_of_user()))
         return func(*args, **(kwargs or {}))
+
+    def _assumed_number(self, func: Any, tensor: Tensor) -> Any:
+        """What is read of a tensor whose values the trace knows, as of a flag in a buffer: the graph is for this value.
+
+        `None` if the trace does not know it; for numbers that are others at each call: of what is trained, and of what
+        the step changes itself; and where torch makes a symbol of the number, so that the graph is for any.
+        """
+        is_symbol = func is Tensor.item and isinstance(tensor, FakeTensor) and tensor.is_floating_point()
+        known = known_values(tensor) if is_traced() and not is_symbol else None
+        if known is None or known[0].numel() != 1:
+            return None
+        values, sources = known
+        with no_dispatch():
+            number = func(values)
+        if not isinstance(number, bool) and any(x.requires_grad or self.ops.has_changed(x) for x in sources):
+            return None
+        holds = tensor.ne(0).eq(number) if isinstance(number, bool) else tensor.eq(number)
+        assume(
+            holds.all(),
+            f"call after call a tensor that is read in {text_of(line_of_user())} has another value (compute with the "
+            "tensor in place of its value)",
+        )
+        return number
 
     def put_back(self, leaves: Sequence[Tensor], departed: Collection[int]) -> list[Tensor]:
         """Puts back what the trace has changed of tensors with values: `.grad`, `requires_grad`, and hooks.
@@ -369,15 +390,6 @@ def reads_values(error: Exception) -> bool:
     value_errors = {"GuardOnDataDependentSymNode", "DataDependentOutputException", "DynamicOutputShapeException"}
     texts = ("data is not allocated yet", "trying to get value", "passed to Sym")
     return bool(names & value_errors) or any(text in str(error) for text in texts)
-
-
-def _assumed_flag(flag: Tensor) -> bool:
-    """Whether a tensor with values is true, as that of a layer that is set up by its first batch; it stays so."""
-    with no_dispatch():
-        is_true = bool(flag)
-    changes = f"call after call a tensor that is read in {text_of(line_of_user())} has another value"
-    assume(flag.ne(0).eq(is_true).all(), changes)
-    return is_true
 
 
 def is_of_package(line: tuple[str, int]) -> bool:
