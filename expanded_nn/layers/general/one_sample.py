@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -91,8 +91,7 @@ class OneSample(FunctionMode):
         if func in _STRIDED:
             return _strided(func, *args, **kwargs)
         if func in _KEEP_DTYPE:
-            normed, dtype = func(*args, **kwargs), (args[0] if args else kwargs["input"]).dtype
-            return normed if normed.dtype == dtype else normed.to(dtype)
+            return _normed(func, *args, **kwargs)
         if func is F.embedding:
             return _embedding(*args, **kwargs)
         if func is F.embedding_bag and ((len(args) > 2 and args[2] is not None) or kwargs.get("offsets") is not None):
@@ -271,6 +270,17 @@ def _view(x: Tensor, *shape: Any, **named: Any) -> Tensor:
         if not is_of_one_sample(x):
             raise
         return x.contiguous().view(*shape, **named)
+
+
+def _normed(func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """A norm in the dtype of its input. Without weights `group_norm` wants samples one after the other in memory."""
+    try:
+        normed = func(input, *args, **kwargs)
+    except RuntimeError:
+        if not is_of_one_sample(input):
+            raise
+        normed = func(input.clone(memory_format=torch.contiguous_format), *args, **kwargs)
+    return cast(Tensor, normed.to(input.dtype))
 
 
 def _strided(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
