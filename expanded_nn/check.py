@@ -121,7 +121,10 @@ def _run(model: nn.Module, plain: nn.Module, expanded: nn.Module, call: Call, lo
         if loss is None
         else StepCheck(Step(plain, loss), Step(expanded, loss), settings, call)
     )
-    checking.run(model)
+    try:
+        checking.run(model)
+    finally:
+        checking.outside.put_back()
     return checking
 
 

@@ -1765,3 +1765,86 @@ def test_folders_of_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script / "train.py"), raising=False)
     monkeypatch.setattr(sys, "path", [str(packages), str(script), str(own), ""])
     assert _errors._folders_of_packages(sys.path) == [f"{packages}{os.sep}"]
+
+
+class Activations:
+    """Has what it calls in its class, behind `staticmethod`."""
+
+    activation = staticmethod(torch.tanh)
+
+
+class Slope:
+    def __init__(self) -> None:
+        self.slope = 0.1
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.leaky_relu(x, self.slope)
+
+
+class InClass(nn.Module):
+    """A module that the step reads and does not call."""
+
+    temperature: Any = 1.0
+
+    @property
+    def doubled(self) -> float:
+        return 2.0 * self.temperature
+
+
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = InClass()
+
+
+SETTINGS_MODULE, SETTINGS_IN_DICT, SETTINGS_AROUND = InClass(), {"settings": InClass()}, Around()
+
+
+def set_activation(function: Any) -> Callable[[], None]:
+    return lambda: setattr(Activations, "activation", staticmethod(function))
+
+
+SLOPE, OF_PARTIAL = Slope(), partial(F.leaky_relu, negative_slope=0.1)
+STATIC_CHANGES: dict[str, tuple[Any, Callable[[], object]]] = {
+    "a builtin function": (torch.tanh, set_activation(torch.sin)),
+    "a partial function": (OF_PARTIAL, lambda: OF_PARTIAL.keywords.update(negative_slope=0.7)),
+    "an object": (SLOPE, lambda: setattr(SLOPE, "slope", 0.7)),
+    "a module": (nn.Tanh(), set_activation(nn.Sigmoid())),
+}
+
+
+@pytest.mark.parametrize("change", STATIC_CHANGES.values(), ids=STATIC_CHANGES)
+def test_what_a_class_has_behind_staticmethod(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Activations, "activation", staticmethod(change[0]))
+    seen_to_change(lambda loss: Activations.activation(loss), change[1])
+
+
+READS_OF_CLASS: dict[str, Callable[[Tensor], Tensor]] = {
+    "attribute": lambda loss: SETTINGS_MODULE.temperature * loss,
+    "property": lambda loss: SETTINGS_MODULE.doubled * loss,
+    "in a dict": lambda loss: SETTINGS_IN_DICT["settings"].temperature * loss,
+    "of a module within": lambda loss: SETTINGS_AROUND.inner.temperature * loss,
+}
+
+
+@pytest.mark.parametrize("read", READS_OF_CLASS.values(), ids=READS_OF_CLASS)
+def test_a_class_attribute_of_a_module_that_is_not_called(read: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(InClass, "temperature", 1.0)
+    seen_to_change(read, lambda: setattr(InClass, "temperature", 3.0))
+
+
+def seen_to_change(of_loss: Callable[[Tensor], Tensor], change: Callable[[], object]) -> None:
+    """A compiled step sees a change of what is done with its loss."""
+    model = enn.convert(small()).per_sample()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = of_loss(F.cross_entropy(model(x), y) - 2.0)
+        loss.backward()
+        return loss.detach()
+
+    compiled = enn.compile(step, backend="eager")
+    for call in range(7):
+        if call == 4:
+            assert len(graphs(compiled)) == 1
+            change()
+        assert_same_results(model, compiled, step, *samples(4)[0])

@@ -19,6 +19,7 @@ from expanded_nn.checking.samples import GivenLosses, Layout, difference, first_
 from expanded_nn.checking.trace import ErrorCollector, Shapes, Trace
 from expanded_nn.common.batch import may_have_derivatives
 from expanded_nn.common.meanwhile import meanwhile
+from expanded_nn.common.steady import OutsideBefore
 from expanded_nn.layers.general.plain import RightNorms
 from expanded_nn.layers.norm import standardized
 from expanded_nn.recording.graph import leaves_behind
@@ -82,7 +83,8 @@ class Check:
     remedy_alone = "Keep statistics within a sample, and squeeze dimensions by their number."
 
     def __init__(self, plain: nn.Module, expanded: nn.Module, settings: Settings, call: Call) -> None:
-        self.plain, self.expanded = Runner(plain), Runner(expanded)
+        self.outside = OutsideBefore([*plain.modules(), *expanded.modules()])
+        self.plain, self.expanded = Runner(plain, self.outside), Runner(expanded, self.outside)
         self.call, self.reduction = call, settings.loss_reduction
         self.findings = Findings(call.batch)
         self.is_random = False  # whether the model draws random numbers

@@ -26,6 +26,7 @@ from expanded_nn.common.batch import (
 from expanded_nn.common.containers import is_packed, leaves_of, rebuilt
 from expanded_nn.common.meanwhile import meanwhile
 from expanded_nn.common.modes import unseen
+from expanded_nn.common.steady import OutsideBefore
 from expanded_nn.recording.recorder import Settings
 
 
@@ -80,20 +81,25 @@ class Step(nn.Module):
 
 
 class Runner:
-    """Runs a module, each time from the same buffers and the same random state, on copies of the arguments."""
+    """Runs a module, each time from the same buffers and the same random state, on copies of the arguments.
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+    What it keeps `outside` of modules, as in global variables, is the same each time, too.
+    """
+
+    def __init__(self, module: nn.Module, outside: OutsideBefore) -> None:
+        self.module, self.outside = module, outside
         self.modules = list(module.modules())
         self.buffers = copy.deepcopy([module._buffers for module in self.modules])
 
     def __call__(self, call: Call, seed: int = 0) -> list[Tensor]:
         """Runs the module; the floating tensors in its output."""
+        self.outside.put_back()
         for module, buffers in zip(self.modules, copy.deepcopy(self.buffers), strict=True):
             module._buffers.update(buffers)
         args, kwargs = _mapped(call.arguments, _fresh)
         _seed(seed)
-        return _floats(self.module(*args, **kwargs))
+        with self.outside.updates:
+            return _floats(self.module(*args, **kwargs))
 
 
 @dataclass(frozen=True)

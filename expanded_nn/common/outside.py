@@ -8,6 +8,7 @@ from collections import OrderedDict, UserDict, deque
 from collections.abc import Callable, Iterable
 from functools import cached_property, lru_cache, partial, partialmethod
 from operator import is_
+from threading import local
 from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ LISTS = (list, deque)
 FILLED_ANEW = (*LISTS, set)
 _CONTAINERS = OrderedDict, dict, *FILLED_ANEW
 _HOLDERS = *_CONTAINERS, tuple
-NAMESPACES = Namespace, SimpleNamespace
+NAMESPACES = Namespace, SimpleNamespace, local
 _WHOLE = Tensor | nn.Module | dict | UserDict | type  # type: ignore[type-arg]
 _BEHIND: dict[type, str] = {  # where others than functions have the function that they call
     staticmethod: "__func__",
@@ -48,21 +49,25 @@ class Outside:
 
     These are the methods of the modules' classes, their forward hooks, and the functions that these name; of classes,
     objects and files of the user's that they name, the methods and functions as well. What they keep is in global
-    variables, in variables of enclosing functions, in attributes, and in lists, sets and dicts within these.
+    variables, in variables of enclosing functions, in attributes, in values that arguments have by default, and in
+    lists, sets and dicts within these.
+
+    Attributes:
+        variables: Each by the id of its owner and its name there.
+        containers: Lists, sets and dicts, each with a copy.
+        tensors: Those that are found. They stay as they are: `Updates` sees what changes them.
+        modules: The modules that were given, and those that are found.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self.variables: dict[tuple[int, str], Variable] = {}  # by the id of the owner and the name there
-        self.containers: list[tuple[Any, Any]] = []  # lists, sets and dicts, each with a copy
+        self.variables: dict[tuple[int, str], Variable] = {}
+        self.containers: list[tuple[Any, Any]] = []
+        self.tensors: list[Tensor] = []
+        self.modules: dict[nn.Module, None] = {}
         self._seen: set[int] = set()
         self._left: deque[tuple[Any, Iterable[str]]] = deque()  # each with the words of the function that refers to it
         for module in modules:
-            self._left.append((type(module), ()))
-            hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-            self._left += [(hook, ()) for hook in hooks]
-            for value in vars(module).values():
-                functions = value if isinstance(value, list | tuple) else (value,)
-                self._left += [(each, ()) for each in functions if isinstance(each, _FUNCTIONS)]
+            self._look_into_module(module)
         while self._left and len(self._seen) < MOST:
             self._look(*self._left.popleft())
 
@@ -92,8 +97,14 @@ class Outside:
         elif isinstance(value, ModuleType):
             if is_of_users(value):
                 self._look_into(vars(value), [word for word in words if word in vars(value)], words)
+        elif isinstance(value, nn.Module):
+            for member in [member for member in value.modules() if member not in self.modules]:
+                self._look_into_module(member)
         elif id(value) in self._seen:
             pass
+        elif isinstance(value, Tensor):
+            self._seen.add(id(value))
+            self.tensors.append(value)
         elif isinstance(value, FunctionType):
             self._seen.add(id(value))
             if not value.__code__.co_filename.startswith(NOT_THE_USERS):
@@ -111,12 +122,23 @@ class Outside:
             self._left.append((vars(value), words))
             self._look_into_class(type(value))
 
+    def _look_into_module(self, module: nn.Module) -> None:
+        self.modules[module] = None
+        self._left.append((type(module), ()))
+        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        self._left += [(hook, ()) for hook in hooks]
+        for value in vars(module).values():
+            functions = value if isinstance(value, list | tuple) else (value,)
+            self._left += [(each, ()) for each in functions if isinstance(each, _FUNCTIONS)]
+
     def _look_into_function(self, function: FunctionType) -> None:
         words = {word for code in codes_in(function.__code__) for word in code.co_names}
         names = [name for name in global_names(function.__code__) if name in function.__globals__]
         self._look_into(function.__globals__, names, words)
         for cell in function.__closure__ or ():
             self._look_into(cell, ["cell_contents"], words)
+        by_default = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+        self._left += [(each, words) for each in (vars(function), *by_default)]
 
     def _look_into_class(self, cls: type) -> None:
         for base in cls.__mro__:

@@ -72,8 +72,11 @@ class StateBefore:
 
     def __init__(self, module: nn.Module, arguments: Any) -> None:
         members, _ = modules_and_holders(module, arguments)
+        self.outside = Outside(members)
+        members |= self.outside.modules
         self.random, self.attributes = RandomStates([*members, arguments]), Attributes([*members])
-        self.updates = Updates([x for member in members for x in member._parameters.values() if x is not None])
+        parameters = [x for member in members for x in member._parameters.values() if x is not None]
+        self.updates = Updates([*parameters, *self.outside.tensors])
         self.containers: list[tuple[Any, Any]] = []  # lists, sets and mappings, with copies of them
         # with their versions, and copies of those that require no gradients
         self.tensors: list[tuple[Tensor, int, Tensor | None]] = []
@@ -109,6 +112,7 @@ class StateBefore:
         self.random.restore()
         self.updates.take_back()
         self.attributes.put_back()
+        self.outside.put_back()
         for container, before in self.containers:
             put_back(container, before)
         changed = [
@@ -246,6 +250,26 @@ class _Writes(Updates):
         return any(x.untyped_storage().data_ptr() == part.untyped_storage().data_ptr() for part, _ in self.changed)
 
 
+class OutsideBefore:
+    """What forwards change outside of some modules, as it is before.
+
+    Attributes:
+        updates: The context that sees what they change in place.
+    """
+
+    def __init__(self, modules: Collection[nn.Module]) -> None:
+        self.outside = Outside(modules)
+        others = [module for module in self.outside.modules if module not in modules]
+        held = [x for x in tree_leaves(attributes_of(others)) if isinstance(x, Tensor)]
+        self.attributes, self.updates = Attributes(others), Updates([*self.outside.tensors, *held])
+
+    def put_back(self) -> None:
+        """Puts all of it back."""
+        self.updates.take_back()
+        self.attributes.put_back()
+        self.outside.put_back()
+
+
 def _is_plain(x: Tensor) -> bool:
     return type(x) is Tensor and x.layout is torch.strided and not (x.is_inference() or x.is_nested or x.is_meta)
 
@@ -347,7 +371,9 @@ class BeforeForward:
     def __init__(self, module: nn.Module) -> None:
         members, holders = modules_and_holders(module)
         self.module = module
-        self.outside, held = Outside(members), attributes_of(members)
+        self.outside = Outside(members)
+        members |= self.outside.modules
+        held = attributes_of(members)
         objects = filter(is_users_object, holders)  # of the user's own classes, each once
         self.attributes = [(owner, dict(vars(owner))) for owner in (*members, *objects)]
         own = [x for member in members for x in member._parameters.values() if x is not None]
@@ -366,14 +392,15 @@ class BeforeForward:
 
         Without `hooks`, the forward hooks of the modules within the module are not called.
         """
-        updated = Updates([parameter for parameter, _ in self.hooks] if updates else ())
+        parameters = [parameter for parameter, _ in self.hooks] if updates else []
+        updated = Updates([*parameters, *self.outside.tensors])
         try:
             for owner, attributes in self.attributes:
                 own = ((key, value) for key, value in attributes.items() if key not in OURS)
                 vars(owner).update({key: _copied(value, self.outside.kept) for key, value in own})
                 if not hooks and isinstance(owner, nn.Module) and owner is not self.module:
                     vars(owner).update({key: _of_weights(attributes[key]) for key in _HOOKS})
-            with updated if updates else nullcontext():
+            with updated if updated.data else nullcontext():
                 yield
         finally:
             updated.take_back()

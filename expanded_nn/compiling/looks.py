@@ -139,6 +139,7 @@ class Look:
             return by_identity(value), self._of_attributes(value)
         if isinstance(value, nn.Module):
             self.members.append(value)
+            self.code.update({kind: None for kind in map(type, value.modules()) if is_the_users(kind)})
         elif isinstance(value, nn.Parameter):
             self.members.append(value)
             return by_identity(value), self._of_parameter(value), of_tensor(value, self.seen)
@@ -153,6 +154,8 @@ class Look:
                 "(give the step what it takes from them)"
             )
             return by_identity(value)
+        if isinstance(value, staticmethod | classmethod):
+            return by_identity(value), self._key(value.__func__)
         if isinstance(value, MethodType):
             return cls, self._key(value.__self__), self._key(value.__func__)
         if isinstance(value, BuiltinMethodType) and _is_looked_into(value.__self__):

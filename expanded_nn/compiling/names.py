@@ -83,6 +83,10 @@ _FINDERS: list[tuple[Any, Names]] = [
 ]
 
 
+_STATIC = staticmethod, classmethod
+_HOLD_ANY = *_STATIC, property  # members of a class that may hold what is no function of Python's
+
+
 class Place(NamedTuple):
     """The namespaces of an object, in which functions may be found by names."""
 
@@ -106,6 +110,7 @@ class Referred:
         names: What they refer to.
         places: The namespaces in which these names may find more functions, by the id of the object that has them.
         classes: The user's classes that were met.
+        kinds: The classes of the modules that the step calls, whose forwards were read.
         ran: The code that has run, with the functions that nothing here names.
     """
 
@@ -119,6 +124,7 @@ class Referred:
         self.names = Names()
         self.places: dict[int, Place] = {}
         self.classes: dict[type, None] = {}
+        self.kinds: set[type] = set()
         self.ran = Ran()
         while step is not None:
             _note_package(step)
@@ -174,7 +180,8 @@ class Referred:
         """Adds modules that the step calls: their hooks, and the functions of the user's classes."""
         for module in modules:
             kind = type(module)
-            own_classes = [] if id(kind) in self.places else list(filter(is_the_users, kind.__mro__))
+            own_classes = [] if kind in self.kinds else list(filter(is_the_users, kind.__mro__))
+            self.kinds.add(kind)
             if own_classes:
                 self._note_places(kind)
             for base in own_classes:
@@ -251,7 +258,10 @@ class Referred:
         elif isinstance(value, ModuleType):
             if is_the_users(value):
                 self.places[id(value)] = Place([vars(value)])
-        elif not isinstance(value, nn.Module | Tensor):
+        elif isinstance(value, nn.Module):
+            for kind in dict.fromkeys(map(type, value.modules())):
+                self._note_places(kind)
+        elif not isinstance(value, Tensor):
             self._note_places(value)
 
     def _note_places(self, value: Any) -> None:
@@ -279,13 +289,14 @@ class Referred:
         if name.startswith("__"):
             return is_function and _is_special(name)
         is_found = self.names.any_attribute or name in self.names.words
-        return is_found and (is_function or not hasattr(type(member), "__get__"))
+        return is_found and (is_function or isinstance(member, _HOLD_ANY) or not hasattr(type(member), "__get__"))
 
     def _read_named(self, namespaces: Iterable[Mapping[str, Any]], names: Set[str], *, any_attribute: bool) -> None:
         for namespace in namespaces:
             held = list(namespace.items())
             for member in [member for name, member in held if any_attribute or name in names]:
-                self._follow(_function_behind(member))
+                behind = _function_behind(member)
+                self._follow(member.__func__ if behind is None and isinstance(member, _STATIC) else behind)
 
     def names_of(self, kinds: Iterable[type]) -> dict[type, Names]:
         """For each class of modules, the names whose attributes count: those in its methods and in the functions."""

@@ -12,6 +12,7 @@ copies (`shared_results.py`), parts of the batch (`batch_parts.py`) and constant
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from itertools import takewhile
 from typing import Any, cast
 
@@ -211,11 +212,15 @@ class Order(FunctionMode):
 
         Where it is the forward of a `layer`, its results are in order if its arguments stand where it expects them.
         """
-        seen_through = BetweenLayers, Updates
-        ours = takewhile(lambda mode: mode is self or isinstance(mode, seen_through), reversed(function_modes()))
+        ours = takewhile(
+            lambda mode: mode is self or isinstance(mode, BetweenLayers | Updates), reversed(function_modes())
+        )
         modes = [_pop_mode() for _ in ours]  # the innermost first
         try:
-            result = function(*args, **kwargs)
+            with ExitStack() as stack:
+                for mode in [mode for mode in reversed(modes) if isinstance(mode, Updates) and mode.data]:
+                    stack.enter_context(mode)
+                result = function(*args, **kwargs)
         finally:
             for mode in reversed(modes):
                 _push_mode(mode)
@@ -425,8 +430,7 @@ class Order(FunctionMode):
         """`_turn`, for an operation that names the dimensions of its operands, and last those of its result."""
         batch, usual, after = self._batch(), self._samples_dim(result.dim()), names[-1]
         tensors = list(data_in(operands))
-        reasons = self.reasons(tensors)
-        kept = [reason for reason in reasons if reason.dim is None]
+        kept = [reason for reason in self.reasons(tensors) if reason.dim is None]
         if batch is not None and len(after) > usual and result.shape[usual] in (1, batch):
             found = [self._name_of_samples(x, of_x, batch) for x, of_x in zip(tensors, names, strict=False)]
             of_samples = [name for name in found if name in after]
@@ -451,10 +455,9 @@ class Order(FunctionMode):
     def _shift(self, result: Tensor, tensors: Sequence[Tensor], dim: int = 0, **out: Any) -> None:
         """Where samples stand that were elsewhere, once `stack` has put a dimension before them, or behind."""
         usual, reasons = self._samples_dim(result.dim()), self.reasons(tensors)
-        kept: list[Moved] = []
-        if not all(map(self.reasons, tensors)):  # in the others they stand where they should
-            kept, reasons = reasons, []
-        for reason in reasons:
+        are_all = all(map(self.reasons, tensors))  # or else, in the others, they stand where they should
+        kept = [] if are_all else reasons
+        for reason in reasons if are_all else ():
             after = reason.dim if reason.dim is None else reason.dim + (dim % result.dim() <= reason.dim)
             if after is None or after != usual or result.shape[usual] != self._batch():
                 kept.append(reason._replace(dim=after))
@@ -477,10 +480,9 @@ class Order(FunctionMode):
     def refuse(self, layer: nn.Module | None, reasons: Sequence[Moved]) -> None:
         """Raises for the first reason, if there is any that a trace cannot assume away."""
         moved = next((reason for reason in reasons if not reason.may_be_assumed_away("its layers")), None)
-        if moved is None:
-            return
-        who = self.recorder.name_of(self.recorder.forward.module if layer is None else layer)
-        raise complaint(who, *moved.in_words(), refused_by=self)  # no layer is to blame: the module called is tried
+        if moved is not None:  # no layer is to blame: the module called is tried
+            who = self.recorder.name_of(self.recorder.forward.module if layer is None else layer)
+            raise complaint(who, *moved.in_words(), refused_by=self)
 
 
 def _samples_dim_in(layer: Any, x: Tensor) -> int:

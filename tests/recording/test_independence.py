@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import threading
 import warnings
 from argparse import Namespace
 from collections import Counter, UserDict
@@ -980,6 +981,96 @@ def test_what_a_comparison_leaves_in_objects_and_globals_is_undone(make: Callabl
         calls = CALLS - calls_before[0], COUNTS["calls"] - calls_before[1], model.tracker.calls
         assert calls == (step + 1,) * 3
         assert [*NAMED] == [name + "'" * (step + 1)]
+
+
+class Metric(nn.Module):
+    """Counts in a buffer and in an attribute; the model calls it, and does not hold it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.total = torch.zeros(())
+
+    def forward(self, h: Tensor) -> None:
+        self.calls += 1
+        self.total = self.total + 1
+
+
+class CountsInClass:
+    of_class = torch.zeros(())
+
+
+def count(h: Tensor, by_default: dict[str, Tensor] = {"calls": torch.zeros(())}) -> Tensor:  # noqa: B006, B008
+    by_default["calls"] += 1
+    return by_default["calls"]
+
+
+COUNTED, IN_LIST, IN_OBJECT = torch.zeros(()), [torch.zeros(())], SimpleNamespace(calls=torch.zeros(()))
+METRIC, OF_THREAD = Metric(), threading.local()
+
+
+def of_metric(h: Tensor) -> Tensor:
+    METRIC(h)
+    assert METRIC.calls == METRIC.total
+    return METRIC.calls
+
+
+def of_thread(h: Tensor) -> Tensor:
+    OF_THREAD.calls = getattr(OF_THREAD, "calls", torch.zeros(())) + 1
+    return OF_THREAD.calls
+
+
+def of_function(h: Tensor) -> Tensor:
+    of_function.calls = getattr(of_function, "calls", torch.zeros(())) + 1
+    return of_function.calls
+
+
+COUNTERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "global": lambda h: COUNTED.add_(1),
+    "list": lambda h: IN_LIST[0].add_(1),
+    "object": lambda h: IN_OBJECT.calls.add_(1),
+    "class": lambda h: CountsInClass.of_class.add_(1),
+    "module": of_metric,
+    "default": count,
+    "thread": of_thread,
+    "function": of_function,
+}
+
+
+class Warmed(nn.Module):
+    """Its output grows with the number of calls."""
+
+    def __init__(self, count: Callable[[Tensor], Tensor], folds: bool) -> None:
+        super().__init__()
+        self.count, self.folds = count, folds
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(3 if folds else 6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x) * (self.count(x) / 20)
+        return self.second(h.reshape(-1, 3)).reshape(len(x), 6) if self.folds else self.second(h)
+
+
+@pytest.mark.filterwarnings("ignore:.*runs sample by sample from now on")
+@pytest.mark.parametrize("folds", [False, True])
+@pytest.mark.parametrize("count", COUNTERS.values(), ids=COUNTERS)
+def test_a_tensor_that_counts_outside_of_modules_counts_once(count: Any, folds: bool) -> None:
+    start, x = int(count(torch.zeros(()))), torch.randn(5, 4)
+    model = enn.convert(Warmed(count, folds)).per_sample(loss_reduction="sum")
+    for step in range(1, 6):
+        model.zero_grad()
+        model(x).square().sum().backward()
+        h = F.linear(x, model.first.weight, model.first.bias) * ((start + step) / 20)
+        if not folds:
+            out = F.linear(h, model.second.weight, model.second.bias)
+            torch.testing.assert_close(model.second.bias.grad_sample + 0, 2 * out)
+    assert int(count(torch.zeros(()))) == start + 6
+
+
+@pytest.mark.parametrize("count", COUNTERS.values(), ids=COUNTERS)
+def test_check_leaves_a_tensor_that_counts_as_it_is(count: Any) -> None:
+    start = int(count(torch.zeros(())))
+    assert enn.check(Warmed(count, folds=False), torch.randn(5, 4)).ok
+    assert int(count(torch.zeros(()))) == start + 1
 
 
 class Losses:
