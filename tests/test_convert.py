@@ -909,3 +909,33 @@ def test_names_of_parameters_with_dots() -> None:
     model = enn.convert(module).per_sample(loss_reduction="sum")
     total_loss(model, call).backward()
     assert_close_rows(rows_of(model), loop(module, call, 4))
+
+
+class Prompted(nn.Module):
+    """Has no parameters of its own until it gets a prompt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+        self.prompt: nn.Parameter | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x if self.prompt is None else x + self.prompt)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_module_that_gets_a_parameter_is_converted_again(inplace: bool) -> None:
+    model, x = enn.convert(nn.Sequential(Prompted(), nn.Tanh())).per_sample(), torch.randn(4, 5)
+    model(x).mean().backward()
+    model.zero_grad()
+    model[0].prompt = nn.Parameter(torch.randn(5))
+    words = r"^0.prompt: the parameter belongs to the Prompted, which had no parameters when .*Convert the model again"
+    with pytest.raises(enn.PerSampleError, match=words):
+        model(x).mean().backward()
+    model.zero_grad()
+    again = enn.convert(model, inplace=inplace).per_sample(loss_reduction="sum")
+    assert (again is model) == inplace
+    expected = loop(enn.revert(again), Call((x,)), 4)
+    total_loss(again, Call((x,))).backward()
+    assert_close_rows(rows_of(again), expected)
+    assert type(enn.revert(again)[0]) is Prompted

@@ -4,6 +4,7 @@ import linecache
 import pickle
 import random
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -1159,3 +1160,23 @@ def test_a_hook_on_a_parameter_in_the_forward(is_own: bool) -> None:
             each.zero_grad()
             each(x).sin().sum().backward()
         assert_close(model.layer.weight.grad, plain.layer.weight.grad)
+
+
+class WrongHead(nn.Module):
+    """Folds its batch, and has an error of its own behind that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.head = nn.Linear(2, 2), nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.mix(x.reshape(-1, 2)).reshape(x.shape))
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes before Python 3.11")
+def test_an_error_of_the_users_behind_a_refused_layer_is_named() -> None:
+    model = enn.convert(WrongHead()).per_sample()
+    with pytest.raises(enn.PerSampleError, match=r"^mix.*folded batch") as caught:
+        model(torch.randn(4, 6))
+    (note,) = caught.value.__notes__
+    assert "there is another error: RuntimeError: mat1 and mat2 shapes cannot be multiplied" in note

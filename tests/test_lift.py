@@ -2079,3 +2079,55 @@ def test_functional_derivatives_beside_what_is_kept() -> None:
         model.zero_grad()
         total_loss(model, call).backward()
         assert_close_rows(rows_of(model), loop(module, call, B))
+
+
+ORDERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "to": lambda x: x.to(memory_format=torch.channels_last),
+    "clone": lambda x: x.clone(memory_format=torch.channels_last),
+    "contiguous": lambda x: x.contiguous(memory_format=torch.channels_last),
+    "zeros_like": lambda x: x + torch.zeros_like(x, memory_format=torch.channels_last),
+    "empty_like": lambda x: x * torch.empty_like(x, memory_format=torch.channels_last).fill_(2.0),
+}
+
+
+class ChannelsLast(nn.Module):
+    def __init__(self, order: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.order, self.conv, self.scale = order, nn.Conv2d(2, 3, 1), nn.Parameter(torch.randn(3, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(self.order(x)) * self.scale
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+def test_channels_that_lie_last_in_memory(order: Any) -> None:
+    module, x = ChannelsLast(order), torch.randn(3, 2, 4, 4)
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    expected = loop(module, Call((x,)), 3)
+    for _ in range(3):
+        model.zero_grad()
+        total_loss(model, Call((x,))).backward()
+        assert_close_rows(rows_of(model), expected)
+
+
+class Folded(nn.Module):
+    """A norm without weights in front of a layer that takes the channels of all samples as rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.GroupNorm(1, 2, affine=False), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.norm(x).reshape(-1, 3)).reshape(x.shape)
+
+
+@pytest.mark.filterwarnings("ignore:.*runs sample by sample from now on")
+@pytest.mark.parametrize("take", [lambda x: x[1::2], lambda x: x[:1].expand(4, 2, 3), lambda x: x[2:6]])
+def test_a_group_norm_without_weights_of_samples_apart_in_memory(take: Any) -> None:
+    module, x = Folded(), take(torch.randn(9, 2, 3))
+    model = enn.convert(module).per_sample(loss_reduction="sum")
+    expected = loop(module, Call((x,)), 4)
+    for _ in range(3):
+        model.zero_grad()
+        total_loss(model, Call((x,))).backward()
+        assert_close_rows(rows_of(model), expected)

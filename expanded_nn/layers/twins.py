@@ -12,10 +12,11 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from expanded_nn._errors import ConversionError, is_ours
+from expanded_nn.common.own_state import OWN_STATE
 from expanded_nn.layers import transformers as transformers  # registers its twins
 from expanded_nn.layers.general.rule import PARAMETER_LISTS, General
 from expanded_nn.modules.base import Expanded, PerSampleModule, Root
-from expanded_nn.modules.registry import registered
+from expanded_nn.modules.registry import plain_class_of, registered
 from expanded_nn.modules.twin_class import twin_class
 from expanded_nn.recording.watch import PARTS_OF_LAYERS
 
@@ -84,14 +85,20 @@ def _is_watched(module: nn.Module) -> bool:
 
 def _twin_of(module: nn.Module) -> type[nn.Module]:
     """The twin's class; parametrizations stay on top, where `torch.nn.utils.parametrize` looks for them."""
-    module_class, kind = parametrize.type_before_parametrizations(module), _kind_of(module)
+    module_class, kind = _own_class(module), _kind_of(module)
     twin: Any = kind if issubclass(kind, module_class) else twin_class(kind, module_class)
-    return twin if module_class is type(module) else rebased(type(module), (twin,))
+    return rebased(type(module), (twin,)) if parametrize.is_parametrized(module) else twin
+
+
+def _own_class(module: nn.Module) -> type[nn.Module]:
+    """The user's or torch's class of a module: without its parametrizations, and not that of a `Root`."""
+    module_class = parametrize.type_before_parametrizations(module)
+    return plain_class_of(module_class) or module_class
 
 
 def _kind_of(module: nn.Module) -> type[PerSampleModule]:
     """What the twin is beside the module's own class: the layer that is registered for it, or the general rule."""
-    module_class = parametrize.type_before_parametrizations(module)
+    module_class = _own_class(module)
     found = registered(module_class)
     if found is None:
         return General
@@ -149,10 +156,11 @@ def _problem(module: nn.Module) -> tuple[str, str] | None:
 
 def _clash(module: nn.Module, kind: type[PerSampleModule]) -> tuple[str, str] | None:
     """A name that both the user's class and its twin have given a meaning: one of the two would be lost."""
-    module_class = parametrize.type_before_parametrizations(module)
+    module_class = _own_class(module)
     base, _ = registered(module_class) or (nn.Module, None)
     user_classes = module_class.__mro__[: module_class.__mro__.index(base)]
-    user_names = {*vars(module), *module._parameters, *module._modules, *module._buffers}
+    own = set(OWN_STATE) if isinstance(module, PerSampleModule) else set()
+    user_names = {*vars(module), *module._parameters, *module._modules, *module._buffers} - own
     user_names.update(name for user_class in user_classes for name in vars(user_class))
     library_classes = [base for base in kind.__mro__ if is_ours(base)]
     library_names = {name for library_class in library_classes for name in vars(library_class)}

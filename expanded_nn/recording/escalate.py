@@ -236,7 +236,10 @@ class _Attempts:
                 self.of_results = error
         if any(map(self._make_general, self.larger)):
             return None
-        if error is self.refused or not isinstance(error, PerSampleError):
+        if error is self.refused:
+            return self.refused
+        if not isinstance(error, PerSampleError):  # perhaps one of the user's, who would not see it
+            add_note(self.refused, f"sample by sample there is another error: {type(error).__name__}: {error}")
             return self.refused
         if error.about == "results" and self.of_results is not None:  # so other rows would be no better
             add_note(self.of_results, f"on the whole batch a layer had refused its rows: {self.refused}")

@@ -105,6 +105,8 @@ def _without_rows(holder: nn.Module) -> str | None:
     kind = type(holder).__name__
     if not hasattr(holder, "_recorder"):
         return f"a plain {kind}, which was not converted"
+    if not hasattr(holder, "expanded_forward"):
+        return f"the {kind}, which had no parameters when it was converted"
     return None if "_recorder" in vars(holder) else f"the new layer {kind}, on which per_sample(True) was not called"
 
 
@@ -123,7 +125,8 @@ def used_in_loss(name: str, parameter: Tensor, *, has_rows: bool) -> PerSampleEr
         "If the loss has a penalty on the weights, take the optimizer's weight_decay in its place, or add the "
         "penalty's gradient after the clipping, its backward() with per_sample(False).",
         f"If a sample's own loss needs the parameter, use it through {_by_expansion(parameter)}.",
-        "If per_sample(True) came after the forward, call the model again.",
+        "If per_sample(True) came after the forward, call the model again; if the layer is new in the model, call "
+        "model.per_sample(True).",
         "If this backward needs no per-sample gradients, as the outer one of MAML, switch per_sample(False) before it.",
         "If the forward uses it in a branch that it has not taken before, run the step again.",
     ]

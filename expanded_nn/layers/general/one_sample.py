@@ -56,6 +56,9 @@ class OneSample(FunctionMode):
         self.read: set[int] = set()  # where those are in memory whose `.data` was read
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if kwargs and kwargs.get("memory_format") in _CHANNELS_LAST:  # under `vmap` there is a dimension more in memory
+            usual = torch.contiguous_format if func is Tensor.contiguous else torch.preserve_format
+            kwargs = kwargs | {"memory_format": usual}
         hooks = checkpoint_hooks()
         if hooks is not None and hooks != self.hooks:
             # a checkpoint within: nothing of the vmap can be computed again once it is over
@@ -314,6 +317,7 @@ _DERIVATIVES = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
 _ASKS = set(attributes("requires_grad"))
 _REQUIRES = {*_ASKS, Tensor.requires_grad_, Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
 _ATTENTIONS = {F.scaled_dot_product_attention, F.multi_head_attention_forward}
+_CHANNELS_LAST = torch.channels_last, torch.channels_last_3d
 _CORRECTED = {Tensor.register_hook, Tensor.view, F.batch_norm, F.embedding, F.embedding_bag, F.linear}
 _DATA = {Tensor.data.__get__, Tensor.data.__set__}  # type: ignore[attr-defined]
 _STRIDED = [*functions("as_strided", "as_strided_copy"), torch.ops.aten.as_strided, torch.ops.aten.as_strided.default]
