@@ -3,12 +3,14 @@
 import abc
 import collections.abc
 import copy
+import gc
 import importlib.metadata
 import inspect
 import io
 import pickle
 import re
 import typing
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import MethodType
@@ -939,3 +941,26 @@ def test_a_module_that_gets_a_parameter_is_converted_again(inplace: bool) -> Non
     total_loss(again, Call((x,))).backward()
     assert_close_rows(rows_of(again), expected)
     assert type(enn.revert(again)[0]) is Prompted
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_class_that_is_made_in_a_function_goes_with_its_model(own: bool) -> None:
+    def made() -> weakref.ref[type]:
+        class Made(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layer = nn.Linear(5, 3)
+                self.scale = nn.Parameter(torch.ones(3)) if own else 1.0
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.layer(x) * self.scale
+
+        plain = Made()
+        model, other = enn.convert(plain).per_sample(), enn.convert(plain)
+        assert type(model) is type(other) is type(copy.deepcopy(model))
+        model(torch.randn(4, 5)).mean().backward()
+        return weakref.ref(Made)
+
+    ref = made()
+    gc.collect()
+    assert ref() is None

@@ -1058,6 +1058,13 @@ class Box:
         self.inside = inside
 
 
+class Slotted:
+    __slots__ = ("inside",)
+
+    def __init__(self, inside: Tensor) -> None:
+        self.inside = inside
+
+
 def return_an_object(m: Any, x: Tensor) -> tuple[Tensor, Box]:
     return m.scale * x, Box([m.scale * x])
 
@@ -1073,6 +1080,11 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
         r"part \(Own\): .*returns tensors inside of a Normal.*Return the tensors",
     ),
     "object": (return_an_object, r"part \(Own\): .*returns tensors inside of a Box; .*small module that returns"),
+    "object with slots": (lambda m, x: Slotted(m.scale * x), r"part \(Own\): .*returns tensors inside of a Slotted;"),
+    "generator of a tuple": (lambda m, x: (h for h in (m.scale * x,)), "returns tensors inside of a generator;"),
+    "map": (lambda m, x: map(torch.tanh, [m.scale * x]), "returns tensors inside of a map;"),
+    "zip": (lambda m, x: zip((m.scale * x,), (x,), strict=True), "returns tensors inside of a zip;"),
+    "values": (lambda m, x: {"a": m.scale * x}.values(), "returns tensors inside of a dict_values;"),
 }
 
 

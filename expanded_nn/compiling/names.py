@@ -110,7 +110,6 @@ class Referred:
         names: What they refer to.
         places: The namespaces in which these names may find more functions, by the id of the object that has them.
         classes: The user's classes that were met.
-        kinds: The classes of the modules that the step calls, whose forwards were read.
         ran: The code that has run, with the functions that nothing here names.
     """
 
@@ -124,7 +123,6 @@ class Referred:
         self.names = Names()
         self.places: dict[int, Place] = {}
         self.classes: dict[type, None] = {}
-        self.kinds: set[type] = set()
         self.ran = Ran()
         while step is not None:
             _note_package(step)
@@ -178,14 +176,14 @@ class Referred:
 
     def add_modules(self, modules: Iterable[nn.Module]) -> None:
         """Adds modules that the step calls: their hooks, and the functions of the user's classes."""
-        for module in modules:
-            kind = type(module)
-            own_classes = [] if kind in self.kinds else list(filter(is_the_users, kind.__mro__))
-            self.kinds.add(kind)
+        modules = [*modules]
+        for kind in dict.fromkeys(map(type, modules)):
+            own_classes = list(filter(is_the_users, kind.__mro__))
             if own_classes:
                 self._note_places(kind)
             for base in own_classes:
                 self._follow(_function_behind(vars(base).get("forward")))
+        for module in modules:
             registries = [getattr(module, name) for name in HOOKS]
             for parameter in module._parameters.values():
                 if parameter is not None:

@@ -10,6 +10,7 @@ from functools import partial
 from inspect import get_annotations
 from types import new_class
 from typing import Any
+from weakref import WeakValueDictionary
 
 from torch import nn
 from torch.fx import GraphModule
@@ -18,13 +19,15 @@ from expanded_nn._errors import complaint
 from expanded_nn.common.own_state import OWN_STATE
 from expanded_nn.modules.registry import plain_class_of
 
-_TWINS: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
+# by the ids of both classes, which a twin holds; a class made in a function goes with the last model of it
+_TWINS: WeakValueDictionary[tuple[int, int], type[nn.Module]] = WeakValueDictionary()
 
 
 def twin_class(kind: type[nn.Module], plain_class: type[nn.Module]) -> type[nn.Module]:
     """`plain_class` with the per-sample manners of `kind`: a class of the same name, made once."""
-    key = (kind, plain_class)
-    if key not in _TWINS:
+    key = id(kind), id(plain_class)
+    twin = _TWINS.get(key)
+    if twin is None:
         namespace = {
             "plain_class": plain_class,
             "__module__": plain_class.__module__,
@@ -38,12 +41,12 @@ def twin_class(kind: type[nn.Module], plain_class: type[nn.Module]) -> type[nn.M
         def fill(body: dict[str, Any]) -> None:
             body.update(namespace)
 
-        made = new_class(plain_class.__name__, (kind, plain_class), {}, fill)
+        twin = new_class(plain_class.__name__, (kind, plain_class), {}, fill)
         if not _is_built_on_a_module(plain_class):
-            metaclass = _ordering(type(made), (plain_class, kind), made.__mro__[1:])
-            made = new_class(plain_class.__name__, (plain_class, kind), {"metaclass": metaclass}, fill)
-        _TWINS[key] = made
-    return _TWINS[key]
+            metaclass = _ordering(type(twin), (plain_class, kind), twin.__mro__[1:])
+            twin = new_class(plain_class.__name__, (plain_class, kind), {"metaclass": metaclass}, fill)
+        _TWINS[key] = twin
+    return twin
 
 
 def _is_built_on_a_module(plain_class: type[nn.Module]) -> bool:

@@ -6,7 +6,8 @@ Arguments in objects that torch's trees do not open, such as dataclasses, are op
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator, MappingView
 from functools import partial
 from types import FunctionType, GeneratorType
 from typing import Any
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from expanded_nn._errors import PerSampleError, complaint
 from expanded_nn.common.batch import FOLDED, unfolded
 from expanded_nn.common.bytecode import variables_around
-from expanded_nn.common.containers import Opened, holds_tensors, leaves_of, rebuilt
+from expanded_nn.common.containers import Opened, has_dict, holds_tensors, leaves_of, rebuilt
 from expanded_nn.common.modes import checkpoint_hooks, versions_of
 from expanded_nn.modules.layout import refusal
 
@@ -98,9 +99,12 @@ def _opened(value: Any) -> Any:
 
 
 def held_by(value: Any) -> Any:
-    """What a function or a generator that a forward returns holds; of anything else, that itself."""
+    """What a function, an iterator, a view of a dict or an object with slots holds; of anything else, that itself."""
     if isinstance(value, GeneratorType):
-        return [] if value.gi_frame is None else [*value.gi_frame.f_locals.values()]
+        return [] if value.gi_frame is None else [*map(held_by, value.gi_frame.f_locals.values())]
+    if isinstance(value, Iterator | MappingView) or (hasattr(value, "__slots__") and not has_dict(value)):
+        held = gc.get_referents(value)
+        return [held_by(each) for one in held for each in (one if isinstance(one, tuple) else [one])]
     if isinstance(value, partial):
         return [value.args, value.keywords, held_by(value.func)]
     return variables_around(value) if isinstance(value, FunctionType) else value
