@@ -12,7 +12,6 @@ copies (`shared_results.py`), parts of the batch (`batch_parts.py`) and constant
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
 from itertools import takewhile
 from typing import Any, cast
 
@@ -217,10 +216,7 @@ class Order(FunctionMode):
         )
         modes = [_pop_mode() for _ in ours]  # the innermost first
         try:
-            with ExitStack() as stack:
-                for mode in [mode for mode in reversed(modes) if isinstance(mode, Updates) and mode.data]:
-                    stack.enter_context(mode)
-                result = function(*args, **kwargs)
+            result = function(*args, **kwargs)
         finally:
             for mode in reversed(modes):
                 _push_mode(mode)

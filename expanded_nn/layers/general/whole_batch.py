@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_structure, tree_unflatten
 from expanded_nn._errors import warn
 from expanded_nn.common.batch import FOLDED, Dims, readings
 from expanded_nn.common.containers import tensors_of
-from expanded_nn.common.modes import is_of_checkpoint, running_backward, unseen
+from expanded_nn.common.modes import function_modes, is_of_checkpoint, running_backward, unseen
 from expanded_nn.common.rounding import near
-from expanded_nn.common.steady import Undo
+from expanded_nn.common.steady import Undo, Updates
 from expanded_nn.common.traced import is_traced, wait_for_values
 from expanded_nn.core import cost
 from expanded_nn.layers.general.called import Called, of_sample
@@ -288,6 +288,13 @@ def _are_near(some: list[Tensor], others: list[Tensor]) -> bool:
 
 
 def as_one_operation(module: Any, function: Callable[..., Any], *args: Any) -> Any:
-    """Calls a function in which nobody looks for samples that take each other's places."""
-    order = module._recorder.order
-    return function(*args) if order is None else order.as_one_operation(function, args, {})
+    """Calls a function in which nobody looks for samples that take each other's places, but for what it changes."""
+    order, updates = module._recorder.order, [mode for mode in function_modes() if isinstance(mode, Updates)]
+
+    def looked_after(*args: Any) -> Any:
+        with ExitStack() as stack:
+            for mode in updates:
+                stack.enter_context(mode)
+            return function(*args)
+
+    return function(*args) if order is None else order.as_one_operation(looked_after, args, {})
