@@ -1672,7 +1672,8 @@ def a_use_outside() -> None:
 
 @refused(
     r"^0\.(weight|bias): the parameter is also used.*holds it\. If per_sample\(True\) came after the forward, call the "
-    r"model again\. If this backward needs no .* before it\. If the forward .* again\. If the loss has a"
+    r"model again; if the layer is new .* call model\.per_sample\(True\)\. If this backward "
+    r"needs no .* before it\. If the forward .* again\. If the loss has a"
 )
 def the_mode_after_the_forward() -> None:
     model = enn.convert(nn.Sequential(nn.Linear(4, 4)))
