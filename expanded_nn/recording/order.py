@@ -211,9 +211,8 @@ class Order(FunctionMode):
 
         Where it is the forward of a `layer`, its results are in order if its arguments stand where it expects them.
         """
-        ours = takewhile(
-            lambda mode: mode is self or isinstance(mode, BetweenLayers | Updates), reversed(function_modes())
-        )
+        seen_through = BetweenLayers, Updates
+        ours = takewhile(lambda mode: mode is self or isinstance(mode, seen_through), reversed(function_modes()))
         modes = [_pop_mode() for _ in ours]  # the innermost first
         try:
             result = function(*args, **kwargs)
@@ -426,7 +425,8 @@ class Order(FunctionMode):
         """`_turn`, for an operation that names the dimensions of its operands, and last those of its result."""
         batch, usual, after = self._batch(), self._samples_dim(result.dim()), names[-1]
         tensors = list(data_in(operands))
-        kept = [reason for reason in self.reasons(tensors) if reason.dim is None]
+        reasons = self.reasons(tensors)
+        kept = [reason for reason in reasons if reason.dim is None]
         if batch is not None and len(after) > usual and result.shape[usual] in (1, batch):
             found = [self._name_of_samples(x, of_x, batch) for x, of_x in zip(tensors, names, strict=False)]
             of_samples = [name for name in found if name in after]
@@ -451,9 +451,10 @@ class Order(FunctionMode):
     def _shift(self, result: Tensor, tensors: Sequence[Tensor], dim: int = 0, **out: Any) -> None:
         """Where samples stand that were elsewhere, once `stack` has put a dimension before them, or behind."""
         usual, reasons = self._samples_dim(result.dim()), self.reasons(tensors)
-        are_all = all(map(self.reasons, tensors))  # or else, in the others, they stand where they should
-        kept = [] if are_all else reasons
-        for reason in reasons if are_all else ():
+        kept: list[Moved] = []
+        if not all(map(self.reasons, tensors)):  # in the others they stand where they should
+            kept, reasons = reasons, []
+        for reason in reasons:
             after = reason.dim if reason.dim is None else reason.dim + (dim % result.dim() <= reason.dim)
             if after is None or after != usual or result.shape[usual] != self._batch():
                 kept.append(reason._replace(dim=after))
@@ -476,9 +477,10 @@ class Order(FunctionMode):
     def refuse(self, layer: nn.Module | None, reasons: Sequence[Moved]) -> None:
         """Raises for the first reason, if there is any that a trace cannot assume away."""
         moved = next((reason for reason in reasons if not reason.may_be_assumed_away("its layers")), None)
-        if moved is not None:  # no layer is to blame: the module called is tried
-            who = self.recorder.name_of(self.recorder.forward.module if layer is None else layer)
-            raise complaint(who, *moved.in_words(), refused_by=self)
+        if moved is None:
+            return
+        who = self.recorder.name_of(self.recorder.forward.module if layer is None else layer)
+        raise complaint(who, *moved.in_words(), refused_by=self)  # no layer is to blame: the module called is tried
 
 
 def _samples_dim_in(layer: Any, x: Tensor) -> int:
